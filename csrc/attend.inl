@@ -1,0 +1,197 @@
+// Query rows against pages: scores, online softmax, values. Flash-style over chunks of kChunkPages pages, all rows of
+// a chunk before the next, so that a page is read from memory once whatever the number of rows.
+// Included inside the namespace and target region of one instruction set, after traits.inl.
+
+inline constexpr int kChunkPages = 4;
+inline constexpr int kChunkTokens = kChunkPages * kPageTokens;
+
+template <class T>
+struct Chunk {
+  const char* keys[kChunkPages];
+  const char* values[kChunkPages];
+  const char* next[kChunkPages];  // pages of the following chunk, to prefetch; null when there are none
+  int first_token[kChunkPages];
+  int value_steps[kChunkPages];  // steps that hold tokens which some row sees; 0 for a filler page
+  int pages;
+};
+
+template <class T, int Rows, bool Prefetch>
+static inline void score_tile(const typename T::Op* const* queries, const Chunk<T>& chunk, int first_page, int steps,
+                              float* scores) {
+  constexpr int kStepBytes = kPageTokens * T::pack * static_cast<int>(sizeof(typename T::Element));
+  constexpr int kLinesPerStep = 2 * kStepBytes / 64;  // a page (K and V) has this many cache lines a K step
+  vf acc[Rows][kColumnTile];
+  for (int r = 0; r < Rows; ++r)
+    for (int j = 0; j < kColumnTile; ++j) acc[r][j] = zero();
+  for (int s = 0; s < steps; ++s) {
+    typename T::Step k[kColumnTile];
+    for (int j = 0; j < kColumnTile; ++j) k[j] = T::load_step(chunk.keys[first_page + j] + s * kStepBytes);
+    if constexpr (Prefetch) {
+      for (int j = 0; j < kColumnTile; ++j)
+        for (int line = 0; line < (kLinesPerStep ? kLinesPerStep : 1); ++line)
+          prefetch(chunk.next[first_page + j] + (s * (kLinesPerStep ? kLinesPerStep : 1) + line) * 64);
+    }
+    for (int r = 0; r < Rows; ++r) {
+      const typename T::Broadcast q = T::broadcast(queries[r] + s);
+      for (int j = 0; j < kColumnTile; ++j) acc[r][j] = T::multiply_add(acc[r][j], k[j], q);
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int j = 0; j < kColumnTile; ++j) store(scores + r * kChunkTokens + (first_page + j) * kPageTokens, acc[r][j]);
+}
+
+template <class T, int Rows, int Columns>
+static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chunk, int head_dim, int first_dim,
+                              const float* rescale, float* out) {
+  constexpr int kOpsPerRow = kChunkTokens / T::pack;
+  constexpr int kOpsPerPage = kPageTokens / T::pack;
+  constexpr int kColumnBytes = 16 * T::pack * static_cast<int>(sizeof(typename T::Element));
+  const int64_t step_bytes = int64_t{head_dim} * T::pack * static_cast<int>(sizeof(typename T::Element));
+  vf acc[Rows][Columns];
+  for (int r = 0; r < Rows; ++r)
+    for (int j = 0; j < Columns; ++j)
+      acc[r][j] = mul(load(out + r * head_dim + first_dim + 16 * j), set1(rescale[r]));
+  for (int page = 0; page < chunk.pages; ++page) {
+    const char* value = chunk.values[page] + first_dim / 16 * kColumnBytes;
+    for (int s = 0; s < chunk.value_steps[page]; ++s) {
+      typename T::Step v[Columns];
+      for (int j = 0; j < Columns; ++j) v[j] = T::load_step(value + s * step_bytes + j * kColumnBytes);
+      for (int r = 0; r < Rows; ++r) {
+        const typename T::Broadcast w = T::broadcast(weights + r * kOpsPerRow + page * kOpsPerPage + s);
+        for (int j = 0; j < Columns; ++j) acc[r][j] = T::multiply_add(acc[r][j], v[j], w);
+      }
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int j = 0; j < Columns; ++j) store(out + r * head_dim + first_dim + 16 * j, acc[r][j]);
+}
+
+// Scores of one row -> weights, with the row's running maximum and sum brought up to date. Returns the factor by
+// which the row's output so far must shrink.
+template <class T>
+static inline float softmax_row(float* scores, const Chunk<T>& chunk, float scale, int visible, float* row_max,
+                                float* row_sum, float* page_lse_min, typename T::Op* weights) {
+  const float minus_infinity = -__builtin_inff();
+  vf highest = set1(minus_infinity);
+  vf x[kChunkPages];
+  for (int page = 0; page < kChunkPages; ++page) {
+    x[page] = mul(load(scores + page * kPageTokens), set1(scale));
+    const int seen = page < chunk.pages ? visible - chunk.first_token[page] : 0;
+    if (seen < kPageTokens) x[page] = keep_first(x[page], seen > 0 ? seen : 0, minus_infinity);
+    highest = max(highest, x[page]);
+  }
+  const float old_max = *row_max;
+  const float chunk_max = reduce_max(highest);
+  const float new_max = chunk_max > old_max ? chunk_max : old_max;
+  if (new_max == minus_infinity) {  // this row has seen nothing yet
+    for (int page = 0; page < kChunkPages; ++page) {
+      store(scores + page * kPageTokens, zero());
+      T::store_weights(weights + page * (kPageTokens / T::pack), scores + page * kPageTokens);
+    }
+    return 1.0f;
+  }
+  const vf shift = set1(-new_max);
+  vf total = zero();
+  float smallest_page = __builtin_inff();
+  for (int page = 0; page < kChunkPages; ++page) {
+    const vf w = exp_nonpositive(add(x[page], shift));
+    store(scores + page * kPageTokens, w);
+    T::store_weights(weights + page * (kPageTokens / T::pack), scores + page * kPageTokens);
+    total = add(total, w);
+    if (page_lse_min && page < chunk.pages) {
+      const float page_sum = reduce_add(w);
+      if (page_sum < smallest_page) smallest_page = page_sum;
+    }
+  }
+  if (page_lse_min && chunk.pages > 0) {
+    const float lse = natural_log(smallest_page) + new_max;
+    if (lse < *page_lse_min) *page_lse_min = lse;
+  }
+  const float rescale = old_max == minus_infinity ? 0.0f : natural_exp(old_max - new_max);
+  *row_sum = *row_sum * rescale + reduce_add(total);
+  *row_max = new_max;
+  return rescale;
+}
+
+template <class T, int Rows>
+static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first_row, bool prefetch_next) {
+  using Op = typename T::Op;
+  alignas(64) float scores[Rows * kChunkTokens];
+  alignas(64) Op weights[Rows * (kChunkTokens / T::pack)];
+  float rescale[Rows];
+  const Op* queries[Rows];
+  for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const Op*>(args.queries[first_row + r]);
+  const int steps = args.head_dim / T::pack;
+  for (int page = 0; page < chunk.pages; page += kColumnTile) {
+    if (prefetch_next)
+      score_tile<T, Rows, true>(queries, chunk, page, steps, scores);
+    else
+      score_tile<T, Rows, false>(queries, chunk, page, steps, scores);
+  }
+  for (int r = 0; r < Rows; ++r) {
+    const int row = first_row + r;
+    rescale[r] = softmax_row<T>(scores + r * kChunkTokens, chunk, args.scale, args.visible[row], args.row_max + row,
+                                args.row_sum + row, args.page_lse_min ? args.page_lse_min + row : nullptr,
+                                weights + r * (kChunkTokens / T::pack));
+  }
+  float* out = args.out + int64_t{first_row} * args.head_dim;
+  int dim = 0;
+  for (; dim + 16 * kColumnTile <= args.head_dim; dim += 16 * kColumnTile)
+    value_tile<T, Rows, kColumnTile>(weights, chunk, args.head_dim, dim, rescale, out);
+  for (; dim < args.head_dim; dim += 16) value_tile<T, Rows, 1>(weights, chunk, args.head_dim, dim, rescale, out);
+}
+
+template <class T, int Rows>
+static void attend_row_tile(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int rows, bool prefetch_next) {
+  if (rows == Rows) {
+    attend_rows<T, Rows>(args, chunk, first_row, prefetch_next);
+  } else if constexpr (Rows > 1) {
+    attend_row_tile<T, Rows - 1>(args, chunk, first_row, rows, prefetch_next);
+  }
+}
+
+template <class T>
+static void attend(const AttendArgs& args) {
+  const int head_dim = args.head_dim;
+  for (int r = 0; r < args.rows; ++r) {
+    args.row_max[r] = -__builtin_inff();
+    args.row_sum[r] = 0.0f;
+    if (args.page_lse_min) args.page_lse_min[r] = __builtin_inff();
+  }
+  for (int64_t i = 0; i < int64_t{args.rows} * head_dim; i += 16) store(args.out + i, zero());
+  int furthest = 0;
+  for (int r = 0; r < args.rows; ++r) furthest = args.visible[r] > furthest ? args.visible[r] : furthest;
+
+  const int64_t value_offset = args.table.page_bytes / 2;
+  const int tiles = (args.rows + kRowTile - 1) / kRowTile;
+  const char* following[kChunkPages];
+  const auto number = [&](int i) { return args.pages ? args.pages[i] : args.page_begin + i; };
+  for (int i = 0; i < kChunkPages; ++i)
+    following[i] = args.num_pages ? args.table.page(number(i < args.num_pages ? i : 0)) : nullptr;
+
+  for (int begin = 0; begin < args.num_pages; begin += kChunkPages) {
+    Chunk<T> chunk;
+    chunk.pages = args.num_pages - begin < kChunkPages ? args.num_pages - begin : kChunkPages;
+    const bool more = begin + kChunkPages < args.num_pages;
+    for (int i = 0; i < kChunkPages; ++i) {
+      chunk.keys[i] = following[i];
+      chunk.values[i] = following[i] + value_offset;
+      chunk.first_token[i] = i < chunk.pages ? number(begin + i) * kPageTokens : 0;
+      const int seen = i < chunk.pages ? furthest - chunk.first_token[i] : 0;
+      const int tokens = seen < 0 ? 0 : seen < kPageTokens ? seen : kPageTokens;
+      chunk.value_steps[i] = (tokens + T::pack - 1) / T::pack;
+    }
+    if (more) {
+      for (int i = 0; i < kChunkPages; ++i) {
+        const int next = begin + kChunkPages + i;
+        following[i] = next < args.num_pages ? args.table.page(number(next)) : following[0];
+      }
+    }
+    for (int i = 0; i < kChunkPages; ++i) chunk.next[i] = following[i];
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int first_row = static_cast<int>(int64_t{args.rows} * tile / tiles);
+      const int last_row = static_cast<int>(int64_t{args.rows} * (tile + 1) / tiles);
+      attend_row_tile<T, kRowTile>(args, chunk, first_row, last_row - first_row, more && tile == 0);
+    }
+  }
+}

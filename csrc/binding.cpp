@@ -1,0 +1,120 @@
+// Python sees addresses and sizes only: no torch headers here. The wrapper in
+// vllm_hybrid_sparse/kernels/paged_attention/native.py checks every tensor before it passes its address.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+
+#include "engine.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace hybrid_sparse;
+
+namespace {
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Bytes a second that all threads of the pool read together from `bytes` bytes at `address`, best of `rounds`.
+double read_bandwidth(ThreadPool& pool, uintptr_t address, int64_t bytes, int rounds) {
+  const Kernels& kernels = *find_isa("auto").by_dtype[static_cast<int>(DType::f32)];
+  constexpr int64_t kPart = 1 << 20;
+  double best = 0.0;
+  volatile float sink = 0.0f;
+  for (int r = 0; r < rounds; ++r) {
+    const auto start = std::chrono::steady_clock::now();
+    pool.session([&] {
+      pool.for_each(static_cast<int>(bytes / kPart), [&](int i) { sink = kernels.stream(at<char>(address) + i * kPart, kPart); });
+    });
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+    best = std::max(best, static_cast<double>(bytes / kPart * kPart) / seconds.count());
+  }
+  return best;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native core of vllm_hybrid_sparse: paged sparse attention on the CPU.";
+  m.attr("PAGE_TOKENS") = kPageTokens;
+
+  nb::enum_<DType>(m, "DType").value("bf16", DType::bf16).value("f16", DType::f16).value("f32", DType::f32);
+  nb::enum_<Summary>(m, "Summary").value("minmax", Summary::minmax).value("cuboid_mean", Summary::cuboid_mean);
+  nb::enum_<ThreadPool::Helpers>(m, "Helpers")
+      .value("own", ThreadPool::Helpers::own)
+      .value("openmp", ThreadPool::Helpers::openmp);
+
+  m.def("supported_isas", [] {
+    std::vector<std::string> names;
+    for (const Isa* isa : isas())
+      if (isa->runs_here()) names.emplace_back(isa->name);
+    return names;
+  }, "Instruction sets that this machine runs, best first.");
+  m.def("openmp_is_loaded", &ThreadPool::openmp_is_loaded);
+  m.def("read_bandwidth", &read_bandwidth, "pool"_a, "address"_a, "bytes"_a, "rounds"_a = 5,
+        nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Layout>(m, "Layout")
+      .def(nb::new_([](DType dtype, int head_dim, int block_tokens, Summary summary) {
+        return Layout{dtype, summary, head_dim, block_tokens};
+      }), "dtype"_a, "head_dim"_a, "block_tokens"_a, "summary"_a)
+      .def_prop_ro("pages_per_block", &Layout::pages_per_block)
+      .def_prop_ro("page_bytes", &Layout::page_bytes)
+      .def_prop_ro("summary_bytes", &Layout::summary_bytes)
+      .def_prop_ro("head_block_bytes", &Layout::head_block_bytes);
+
+  nb::class_<ThreadPool>(m, "ThreadPool")
+      .def(nb::init<int, ThreadPool::Helpers, std::vector<int>>(), "num_threads"_a,
+           "helpers"_a = ThreadPool::Helpers::own, "cpus"_a = std::vector<int>{})
+      .def_prop_ro("size", &ThreadPool::size)
+      .def_prop_ro("helpers", &ThreadPool::helpers);
+
+  nb::class_<Batch>(m, "Batch")
+      .def(nb::new_([](int requests, uintptr_t query_start, uintptr_t seq_lens, uintptr_t block_table,
+                       int64_t block_table_stride, uintptr_t slot_mapping, uintptr_t decode) {
+        return Batch{requests, at<int32_t>(query_start), at<int32_t>(seq_lens), at<int32_t>(block_table),
+                     block_table_stride, at<int64_t>(slot_mapping), at<uint8_t>(decode)};
+      }), "requests"_a, "query_start"_a, "seq_lens"_a, "block_table"_a, "block_table_stride"_a, "slot_mapping"_a,
+           "decode"_a);
+
+  nb::class_<Selection>(m, "Selection")
+      .def(nb::new_([](bool ranked, double budget_ratio, int max_pages, float threshold, int microbatch_pages,
+                       int sink_tokens, int window_tokens) {
+        return Selection{ranked, budget_ratio, max_pages, threshold, microbatch_pages, sink_tokens, window_tokens};
+      }), nb::kw_only(), "ranked"_a, "budget_ratio"_a, "max_pages"_a, "threshold"_a, "microbatch_pages"_a,
+           "sink_tokens"_a, "window_tokens"_a)
+      .def("budget", &Selection::budget, "candidates"_a);
+
+  nb::class_<Stats>(m, "Stats")
+      .def_ro("calls", &Stats::calls)
+      .def_ro("items", &Stats::items)
+      .def_ro("pages_total", &Stats::pages_total)
+      .def_ro("pages_candidate", &Stats::pages_candidate)
+      .def_ro("pages_read", &Stats::pages_read)
+      .def_ro("pages_wasted", &Stats::pages_wasted)
+      .def_ro("summaries_scored", &Stats::summaries_scored)
+      .def_ro("microbatches", &Stats::microbatches)
+      .def_ro("kept_mass", &Stats::kept_mass)
+      .def_ro("stopped_early", &Stats::stopped_early);
+
+  nb::class_<Engine>(m, "Engine")
+      .def("__init__", [](Engine* self, const Layout& layout, int q_heads, int kv_heads, float scale,
+                          const std::string& isa, ThreadPool& pool) {
+        new (self) Engine(Geometry{layout, q_heads, kv_heads, scale}, find_isa(isa), pool);
+      }, "layout"_a, "q_heads"_a, "kv_heads"_a, "scale"_a, "isa"_a, "pool"_a, nb::keep_alive<1, 7>())
+      .def_prop_ro("isa", [](const Engine& self) { return std::string(self.isa().name); })
+      .def("forward", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride,
+                         uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride, uintptr_t out,
+                         int64_t out_stride, const Batch& batch, const Selection& selection) {
+        self.forward({at<char>(kv), block_stride, at<char>(query), query_stride, at<char>(key), key_stride,
+                      at<char>(value), value_stride, at<char>(out), out_stride}, batch, selection);
+      }, nb::call_guard<nb::gil_scoped_release>())
+      .def("stats", &Engine::stats, nb::rv_policy::copy)
+      .def("reset_stats", &Engine::reset_stats)
+      .def("last_plan", &Engine::last_plan, "request"_a, "kv_head"_a);
+}

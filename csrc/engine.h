@@ -1,0 +1,170 @@
+// One attention layer call over a batch: append, then exact prefill rows and sparse decode rows.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernel_table.h"
+#include "layout.h"
+#include "rank.h"
+#include "thread_pool.h"
+
+namespace hybrid_sparse {
+
+struct Geometry {
+  Layout layout;
+  int q_heads;
+  int kv_heads;
+  float scale;
+  int group() const { return q_heads / kv_heads; }
+};
+
+// The requests of one step. Request r owns query tokens [query_start[r], query_start[r + 1]), the last of its
+// seq_lens[r] tokens. Pointers stay valid while the step lasts.
+struct Batch {
+  int requests = 0;
+  const int32_t* query_start = nullptr;   // [requests + 1]
+  const int32_t* seq_lens = nullptr;      // [requests]
+  const int32_t* block_table = nullptr;   // [requests, block_table_stride]
+  int64_t block_table_stride = 0;
+  const int64_t* slot_mapping = nullptr;  // [tokens]; negative: not stored
+  const uint8_t* decode = nullptr;        // [requests]; 1: one query token, sparse; 0: exact
+};
+
+// Which candidate pages a decode row reads: an order and rules for where to stop. Every policy is one of these
+// (vllm_hybrid_sparse/values.py, SelectionSpec).
+struct Selection {
+  bool ranked = false;        // by summary score; otherwise every candidate, in sequence order
+  double budget_ratio = 1.0;  // at most this share of the candidates, rounded up
+  int max_pages = 0;          // and at most this many; 0: no such limit
+  float threshold = 1.0f;     // stop once this share of the mass is exceeded (PSA, Algorithm 1); 1: never
+  int microbatch_pages = 8;   // pages between two looks at the threshold
+  int sink_tokens = 0;        // retained set, always attended densely
+  int window_tokens = kPageTokens;
+
+  int budget(int candidates) const;
+  // Reads in microbatches: with a threshold, and where nothing limits the reading (PSA with a threshold of 1).
+  bool progressive() const { return ranked && (threshold < 1.0f || (budget_ratio >= 1.0 && max_pages == 0)); }
+};
+
+struct LayerCall {
+  char* kv;
+  int64_t block_stride;  // bytes
+  const char* query;     // strides in elements of the KV dtype, one token to the next
+  int64_t query_stride;
+  const char* key;       // null: nothing to append
+  int64_t key_stride;
+  const char* value;
+  int64_t value_stride;
+  char* out;
+  int64_t out_stride;
+};
+
+// Sums over calls, decode rows only.
+struct Stats {
+  int64_t calls = 0;
+  int64_t items = 0;              // (request, KV head) pairs
+  int64_t pages_total = 0;        // a full read of the context
+  int64_t pages_candidate = 0;
+  int64_t pages_read = 0;         // retained and selected
+  int64_t pages_wasted = 0;       // read ahead of a stop and dropped
+  int64_t summaries_scored = 0;
+  int64_t microbatches = 0;
+  double kept_mass = 0.0;         // sum over items of the estimate at the stop, lowest head of the group
+  int64_t stopped_early = 0;      // items
+};
+
+class Engine {
+ public:
+  Engine(const Geometry& geometry, const Isa& isa, ThreadPool& pool);
+
+  void forward(const LayerCall& call, const Batch& batch, const Selection& selection);
+
+  const Isa& isa() const { return isa_; }
+  const Geometry& geometry() const { return geometry_; }
+  const Stats& stats() const { return stats_; }
+  void reset_stats() { stats_ = {}; }
+  // Candidate pages read by the last call's decode row of the request and KV head, in reading order.
+  std::vector<int32_t> last_plan(int request, int kv_head) const;
+
+ private:
+  struct RowBlock {  // exact rows: query tokens of one request against one KV head
+    int request;
+    int head;
+    int first_token;  // in the batch
+    int tokens;
+    int first_position;
+    int page_end;
+    int first_state;
+    int splits;
+  };
+  struct Item {  // decode row of one request, one KV head
+    int request;
+    int head;
+    int token;
+    int seq_len;
+    int pages;
+    int candidate_begin;
+    int candidate_end;
+    bool ranked;
+    bool progressive;
+    int first_state;
+    int states;
+    int budget;
+    int64_t score_offset;
+    std::vector<int32_t> order;     // candidate pages chosen, in rank order
+    std::vector<int32_t> reading;   // pages of this round, in reading order
+    RankedPages rank;
+    bool open;                      // progressive: not stopped yet
+    int left;                       // progressive: candidates not yet counted
+    int wasted;
+    int round_first;                // progressive: position in `order` of this round's first page
+    float kept;
+    std::vector<float> lse_min;     // [group]
+  };
+  struct Span {  // one task of attention
+    int item;
+    const int32_t* pages;  // null: a range
+    int page_begin;
+    int count;
+    int state;
+  };
+
+  void append(const LayerCall& call, const Batch& batch);
+  void attend_exact(const LayerCall& call, const Batch& batch);
+  void run_row_block(const LayerCall& call, const Batch& batch, const RowBlock& block, int split);
+  void attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection);
+  void collect_items(const Batch& batch, const Selection& selection);
+  void score_and_rank(const LayerCall& call, const Batch& batch);
+  void attend_selected(const LayerCall& call, const Batch& batch);
+  void attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection);
+  void verify(Item& item, const Selection& selection, int pages_read);
+  void run_spans(const LayerCall& call, const Batch& batch);
+  void attend_span(const LayerCall& call, const Batch& batch, const Span& span);
+  void finish_item(const LayerCall& call, Item& item);
+  void count_stats();
+
+  PageTable page_table(const LayerCall& call, const Batch& batch, int request, int head) const;
+  const char* query_row(const LayerCall& call, int token, int q_head) const;
+
+  // A state is group rows of [max, sum, page_lse_min] and then the rows' outputs.
+  int64_t state_floats(int rows) const { return int64_t{rows} * (3 + geometry_.layout.head_dim); }
+  float* state(int index) { return states_.data() + index * state_floats(geometry_.group()); }
+  void merge_state(float* into, const float* from, int rows) const;
+
+  Geometry geometry_;
+  const Isa& isa_;
+  const Kernels& kernels_;
+  ThreadPool& pool_;
+  Stats stats_;
+
+  std::vector<RowBlock> row_blocks_;
+  std::vector<float> row_states_;
+  std::vector<Item> items_;  // grows only; the first item_count_ are in use
+  int item_count_ = 0;
+  std::vector<Span> spans_;
+  std::vector<float> states_;
+  std::vector<float> scores_;
+};
+
+}  // namespace hybrid_sparse

@@ -1,0 +1,33 @@
+// The kernels for AVX2 with FMA and F16C.
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include <immintrin.h>
+
+#include "convert.h"
+#include "kernel_table.h"
+
+static inline float natural_log(float x) { return std::log(x); }
+static inline float natural_exp(float x) { return std::exp(x); }
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace hybrid_sparse {
+namespace {
+#include "vec_avx2.inl"
+#include "traits.inl"
+#include "attend.inl"
+#include "page_ops.inl"
+}  // namespace
+}  // namespace hybrid_sparse
+#pragma GCC pop_options
+
+namespace hybrid_sparse {
+static bool runs_here() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+extern const Isa isa_avx2;
+const Isa isa_avx2 = {"avx2", runs_here, {&kKernels<Bf16>, &kKernels<F16>, &kKernels<F32>}};
+}  // namespace hybrid_sparse

@@ -1,0 +1,28 @@
+// The kernels for plain C++.
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "convert.h"
+#include "kernel_table.h"
+
+static inline float natural_log(float x) { return std::log(x); }
+static inline float natural_exp(float x) { return std::exp(x); }
+
+namespace hybrid_sparse {
+namespace {
+#include "vec_scalar.inl"
+#include "traits.inl"
+#include "attend.inl"
+#include "page_ops.inl"
+}  // namespace
+}  // namespace hybrid_sparse
+
+namespace hybrid_sparse {
+static bool runs_here() {
+  return true;
+}
+extern const Isa isa_scalar;
+const Isa isa_scalar = {"scalar", runs_here, {&kKernels<Bf16>, &kKernels<F16>, &kKernels<F32>}};
+}  // namespace hybrid_sparse

@@ -1,0 +1,76 @@
+// The operations that exist once per instruction set and KV dtype, and the list of instruction sets.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "layout.h"
+
+namespace hybrid_sparse {
+
+// Query rows against pages of one KV head. A row is one query head of one token.
+struct AttendArgs {
+  const void* const* queries;  // [rows] prepared operands of each row (see prepare_query)
+  const int32_t* visible;      // [rows] the row sees tokens [0, visible)
+  int rows;
+  const int32_t* pages;  // page numbers in reading order, or null for page_begin, page_begin + 1, …
+  int page_begin;
+  int num_pages;
+  PageTable table;
+  int head_dim;
+  float scale;
+  float* row_max;       // [rows]            state: maximum score, -inf where no key was seen
+  float* row_sum;       // [rows]            state: sum of exp(score - row_max)
+  float* out;           // [rows, head_dim]  state: sum of exp(score - row_max) * value
+  float* page_lse_min;  // [rows] or null: smallest log-sum-exp of one page (PSA's AS_min, as a logarithm)
+};
+
+struct ScoreArgs {
+  const void* const* queries;  // [rows] prepared summary operands (see prepare_summary_query)
+  int rows;
+  int page_begin;
+  int num_pages;
+  PageTable table;
+  int summary_elements;
+  float scale;
+  float* scores;        // row r at scores + r * score_stride
+  int64_t score_stride; // floats
+};
+
+struct Kernels {
+  // Bytes of one row's prepared operands.
+  int64_t (*query_bytes)(int head_dim);
+  // Query row in the KV's dtype -> operands of `attend`. May return `query` itself; `scratch` holds query_bytes.
+  const void* (*prepare_query)(const void* query, int head_dim, void* scratch);
+  // Query row -> operands of `score`: minmax [relu(q), -relu(-q)] (Quest), cuboid_mean [q] (ArkVale).
+  void (*prepare_summary_query)(const void* query, int head_dim, Summary summary, void* scratch);
+  // State of the rows over the pages; overwrites row_max, row_sum, out and page_lse_min.
+  void (*attend)(const AttendArgs& args);
+  void (*score)(const ScoreArgs& args);
+  // Page scores of a group's rows (row r at scores + r * stride) -> group scores: the largest, over the rows, of the
+  // logarithm of the page's estimated share of that row's candidates. With one row its scores are kept.
+  void (*group_scores)(const float* scores, int64_t stride, int rows, int count, float* out);
+  // K and V of `count` tokens into one page from token `offset` on; strides in elements.
+  void (*write_page)(char* page, int offset, int count, int head_dim, const void* key, int64_t key_stride,
+                     const void* value, int64_t value_stride);
+  // Summary of a full page.
+  void (*summarize)(const char* page, char* out, int head_dim, Summary summary);
+  // out[i] = values[i] * factor, rounded to the dtype.
+  void (*store_row)(void* out, const float* values, float factor, int head_dim);
+  // Sum of the bytes as floats: a streaming read, for the measured ceiling.
+  float (*stream)(const char* bytes, int64_t size);
+};
+
+struct Isa {
+  const char* name;
+  bool (*runs_here)();
+  const Kernels* by_dtype[3];  // indexed by DType
+};
+
+// Best first.
+const std::vector<const Isa*>& isas();
+// "auto" or a name; throws std::invalid_argument naming the valid ones.
+const Isa& find_isa(const std::string& name);
+
+}  // namespace hybrid_sparse

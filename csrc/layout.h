@@ -1,0 +1,55 @@
+// How one layer's KV memory is laid out: the one place that knows it (documented for readers in ARCHITECTURE.md).
+//
+// A block's region of one KV head is contiguous: its pages, then the summaries of its pages.
+//   page     K part, V part; 16 tokens each
+//   K part   bf16: [head_dim/2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
+//   V part   bf16: [8 token pairs][head_dim][2 tokens]  f16, f32: [16 tokens][head_dim]
+//   summary  minmax: [max: head_dim][min: head_dim]     cuboid_mean: [centre: head_dim]
+// One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no horizontal sum.
+// Summaries live in the block, so whatever copies a block (copy-on-write, a KV connector) copies them too.
+#pragma once
+
+#include <cstdint>
+
+namespace hybrid_sparse {
+
+inline constexpr int kPageTokens = 16;
+
+enum class DType : int { bf16 = 0, f16 = 1, f32 = 2 };
+enum class Summary : int { minmax = 0, cuboid_mean = 1 };
+
+inline constexpr int element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+struct Layout {
+  DType dtype;
+  Summary summary;
+  int head_dim;
+  int block_tokens;
+
+  int pages_per_block() const { return block_tokens / kPageTokens; }
+  int64_t page_bytes() const { return int64_t{2} * kPageTokens * head_dim * element_bytes(dtype); }
+  int64_t value_offset() const { return page_bytes() / 2; }
+  int summary_elements() const { return summary == Summary::minmax ? 2 * head_dim : head_dim; }
+  int64_t summary_bytes() const { return int64_t{summary_elements()} * element_bytes(dtype); }
+  int64_t head_block_bytes() const { return pages_per_block() * (page_bytes() + summary_bytes()); }
+};
+
+// Where the pages of one request and KV head lie: page p of the sequence is page p % pages_per_block of block p / pages_per_block.
+struct PageTable {
+  char* base;                  // the layer's KV memory plus the head's offset in a block
+  const int32_t* block_table;  // [blocks of the request]
+  int64_t block_stride;        // bytes
+  int64_t page_bytes;
+  int64_t summary_bytes;
+  int pages_per_block;
+
+  char* page(int index) const {
+    return base + block_table[index / pages_per_block] * block_stride + (index % pages_per_block) * page_bytes;
+  }
+  char* summary(int index) const {
+    return base + block_table[index / pages_per_block] * block_stride + pages_per_block * page_bytes +
+           (index % pages_per_block) * summary_bytes;
+  }
+};
+
+}  // namespace hybrid_sparse

@@ -1,0 +1,170 @@
+#include "thread_pool.h"
+
+#include <dlfcn.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <stdexcept>
+#include <string>
+
+namespace hybrid_sparse {
+namespace {
+
+// After a session an own helper waits this many pauses (about 20 us) for the next before it sleeps.
+constexpr int kSpinsBeforeSleep = 2000;
+
+// Index part of `next_` between phases: above every count.
+constexpr uint64_t kNoTask = 0xffffffffu;
+
+using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+GompParallel gomp_parallel() {
+  static const GompParallel function = reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  return function;
+}
+
+int openmp_thread_number() {
+  static const auto function = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
+  return function();
+}
+
+inline void pause() { __builtin_ia32_pause(); }
+
+void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
+}
+void futex_wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace
+
+bool ThreadPool::openmp_is_loaded() {
+  return gomp_parallel() != nullptr && dlsym(RTLD_DEFAULT, "omp_get_thread_num") != nullptr;
+}
+
+ThreadPool::ThreadPool(int num_threads, Helpers helpers, std::vector<int> cpus)
+    : num_threads_(num_threads), helpers_(helpers) {
+  if (num_threads < 1) throw std::invalid_argument("num_threads=" + std::to_string(num_threads) + ": must be at least 1");
+  if (helpers == Helpers::openmp && !openmp_is_loaded())
+    throw std::runtime_error("thread_pool=openmp: GNU OpenMP is not loaded in this process");
+  if (helpers == Helpers::own) {
+    for (int i = 0; i + 1 < num_threads; ++i)
+      threads_.emplace_back([this, i, cpu = cpus.empty() ? -1 : cpus[i % cpus.size()]] { own_thread(i, cpu); });
+  }
+}
+
+ThreadPool::~ThreadPool() {
+  stopping_.store(true);
+  opened_.fetch_add(1);
+  futex_wake_all(opened_);
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void ThreadPool::own_thread(int, int cpu) {
+  if (cpu >= 0) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpu, &set);
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // a core outside the allowed set: stay unpinned
+  }
+  uint32_t seen = 0;
+  while (true) {
+    uint32_t opened = opened_.load(std::memory_order_acquire);
+    for (int spin = 0; opened == seen && spin < kSpinsBeforeSleep; ++spin) {
+      pause();
+      opened = opened_.load(std::memory_order_acquire);
+    }
+    while (opened == seen) {
+      sleepers_.fetch_add(1);
+      futex_wait(opened_, seen);
+      sleepers_.fetch_sub(1);
+      opened = opened_.load(std::memory_order_acquire);
+    }
+    seen = opened;
+    if (stopping_.load()) return;
+    help_until_closed();
+  }
+}
+
+void ThreadPool::help_until_closed() {
+  const uint32_t session = opened_.load(std::memory_order_acquire);
+  while (closed_.load(std::memory_order_acquire) != session) {
+    if (stopping_.load(std::memory_order_relaxed)) return;
+    if (!take_one()) pause();
+  }
+}
+
+void ThreadPool::run_session(void (*body)(void*), void* context) {
+  if (num_threads_ == 1) {
+    body(context);
+    return;
+  }
+  const uint32_t session = opened_.load(std::memory_order_relaxed) + 1;
+  if (helpers_ == Helpers::own) {
+    opened_.store(session);
+    if (sleepers_.load() > 0) futex_wake_all(opened_);
+    body(context);
+    closed_.store(session, std::memory_order_release);
+    return;
+  }
+  opened_.store(session, std::memory_order_release);
+  struct Region {
+    ThreadPool* pool;
+    void (*body)(void*);
+    void* context;
+    uint32_t session;
+  } region = {this, body, context, session};
+  gomp_parallel()(
+      [](void* data) {
+        const Region& r = *static_cast<Region*>(data);
+        if (openmp_thread_number() == 0) {
+          r.body(r.context);
+          r.pool->closed_.store(r.session, std::memory_order_release);
+        } else {
+          r.pool->help_until_closed();
+        }
+      },
+      &region, static_cast<unsigned>(num_threads_), 0);
+}
+
+// Takes and runs one task of the current phase. The claim succeeds only while `next_` is unchanged since the phase was
+// read, and the caller closes `next_` before it rewrites the phase: a late helper never mixes two phases.
+bool ThreadPool::take_one() {
+  uint64_t ticket = next_.load(std::memory_order_seq_cst);
+  while (true) {
+    const Task task = task_.load(std::memory_order_relaxed);
+    void* const context = context_.load(std::memory_order_relaxed);
+    const uint32_t index = static_cast<uint32_t>(ticket);
+    if (index >= static_cast<uint32_t>(count_.load(std::memory_order_relaxed))) return false;
+    if (next_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_seq_cst)) {
+      task(context, static_cast<int>(index));
+      done_.fetch_add(1, std::memory_order_release);
+      return true;
+    }
+  }
+}
+
+void ThreadPool::run_phase(int count, Task task, void* context) {
+  if (count <= 0) return;
+  if (num_threads_ == 1 || count == 1) {
+    for (int i = 0; i < count; ++i) task(context, i);
+    return;
+  }
+  const uint64_t number = (next_.load(std::memory_order_relaxed) >> 32) + 1;
+  next_.store(number << 32 | kNoTask, std::memory_order_seq_cst);
+  task_.store(task, std::memory_order_relaxed);
+  context_.store(context, std::memory_order_relaxed);
+  count_.store(count, std::memory_order_relaxed);
+  done_.store(0, std::memory_order_relaxed);
+  next_.store(number << 32, std::memory_order_seq_cst);
+  while (take_one()) {
+  }
+  while (done_.load(std::memory_order_acquire) != count) pause();
+}
+
+}  // namespace hybrid_sparse

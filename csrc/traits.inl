@@ -1,0 +1,72 @@
+// How each KV dtype is read and multiplied. A "step" is one register of a page: for K it holds `pack` dims of 16
+// tokens, for V `pack` tokens of 16 dims. `Op` is what one row multiplies a step with, once per step.
+// Included inside the namespace and target region of one instruction set, after its vec_*.inl.
+
+struct F32 {
+  using Element = float;
+  struct Op { float x; };
+  using Step = vf;
+  using Broadcast = vf;
+  static constexpr int pack = 1;
+  static inline Step load_step(const char* p) { return load(reinterpret_cast<const float*>(p)); }
+  static inline Broadcast broadcast(const Op* op) { return set1(op->x); }
+  static inline vf multiply_add(vf acc, Step s, Broadcast b) { return fma(s, b, acc); }
+  static inline vf load_elements(const char* p) { return load(reinterpret_cast<const float*>(p)); }
+  static inline float to_float(Element x) { return x; }
+  static inline Element from_float(float x) { return x; }
+  static inline void store_weights(Op* out, const float* weights) { store(&out->x, load(weights)); }
+};
+
+struct F16 {
+  using Element = uint16_t;
+  struct Op { float x; };
+  using Step = vf;
+  using Broadcast = vf;
+  static constexpr int pack = 1;
+  static inline Step load_step(const char* p) { return load_f16(p); }
+  static inline Broadcast broadcast(const Op* op) { return set1(op->x); }
+  static inline vf multiply_add(vf acc, Step s, Broadcast b) { return fma(s, b, acc); }
+  static inline vf load_elements(const char* p) { return load_f16(p); }
+  static inline float to_float(Element x) { return f16_to_float(x); }
+  static inline Element from_float(float x) { return float_to_f16(x); }
+  static inline void store_weights(Op* out, const float* weights) { store(&out->x, load(weights)); }
+};
+
+struct Bf16 {
+  using Element = uint16_t;
+  struct Op { float even, odd; };
+  struct Step { vf even, odd; };
+  struct Broadcast { vf even, odd; };
+  static constexpr int pack = 2;
+  static inline Step load_step(const char* p) {
+    Step s;
+    load_bf16_pairs(p, s.even, s.odd);
+    return s;
+  }
+  static inline Broadcast broadcast(const Op* op) { return {set1(op->even), set1(op->odd)}; }
+  static inline vf multiply_add(vf acc, Step s, Broadcast b) { return fma(s.odd, b.odd, fma(s.even, b.even, acc)); }
+  static inline vf load_elements(const char* p) { return load_bf16(p); }
+  static inline float to_float(Element x) { return bf16_to_float(x); }
+  static inline Element from_float(float x) { return float_to_bf16(x); }
+  static inline void store_weights(Op* out, const float* weights) { store(&out->even, load(weights)); }
+};
+
+#ifdef HYBRID_SPARSE_BF16_DOT
+// bf16 products summed in pairs into float lanes by one instruction; queries and weights stay bf16.
+struct Bf16Dot {
+  using Element = uint16_t;
+  struct Op { uint32_t pair; };
+  using Step = __m512bh;
+  using Broadcast = __m512bh;
+  static constexpr int pack = 2;
+  static inline Step load_step(const char* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static inline Broadcast broadcast(const Op* op) { return (__m512bh)_mm512_set1_epi32(static_cast<int>(op->pair)); }
+  static inline vf multiply_add(vf acc, Step s, Broadcast b) { return _mm512_dpbf16_ps(acc, s, b); }
+  static inline vf load_elements(const char* p) { return load_bf16(p); }
+  static inline float to_float(Element x) { return bf16_to_float(x); }
+  static inline Element from_float(float x) { return float_to_bf16(x); }
+  static inline void store_weights(Op* out, const float* weights) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(load(weights)));
+  }
+};
+#endif

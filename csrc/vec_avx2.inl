@@ -1,0 +1,88 @@
+// 16 floats in two AVX2 registers. Included inside the namespace and target region of its instruction set.
+
+inline constexpr int kRowTile = 3;  // 3 rows x 2 pages x 2 registers: 12 of 16
+inline constexpr int kColumnTile = 2;
+
+struct vf {
+  __m256 a, b;
+};
+
+static inline vf zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline vf set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void store(float* p, vf x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+static inline vf add(vf x, vf y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+static inline vf mul(vf x, vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+static inline vf fma(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+static inline vf max(vf x, vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+static inline vf min(vf x, vf y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+
+static inline float reduce_add(vf x) {
+  const __m256 s = _mm256_add_ps(x.a, x.b);
+  __m128 h = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  h = _mm_add_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
+}
+static inline float reduce_max(vf x) {
+  const __m256 s = _mm256_max_ps(x.a, x.b);
+  __m128 h = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  h = _mm_max_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_max_ss(h, _mm_movehdup_ps(h)));
+}
+static inline float reduce_min(vf x) {
+  const __m256 s = _mm256_min_ps(x.a, x.b);
+  __m128 h = _mm_min_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  h = _mm_min_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_min_ss(h, _mm_movehdup_ps(h)));
+}
+
+// Lanes from `count` on become `fill`.
+static inline vf keep_first(vf x, int count, float fill) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256 low = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes));
+  const __m256 high = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count - 8), lanes));
+  const __m256 f = _mm256_set1_ps(fill);
+  return {_mm256_blendv_ps(f, x.a, low), _mm256_blendv_ps(f, x.b, high)};
+}
+
+static inline __m256 exp_half(__m256 x) {
+  const __m256 lowest = _mm256_set1_ps(-87.0f);
+  const __m256 alive = _mm256_cmp_ps(x, lowest, _CMP_GE_OQ);
+  x = _mm256_max_ps(x, lowest);
+  const __m256 log2e = _mm256_set1_ps(1.44269504088896341f);
+  const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256 f = _mm256_fmsub_ps(x, log2e, n);
+  __m256 p = _mm256_set1_ps(1.5403530e-4f);
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.33335581e-3f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(9.61812911e-3f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(5.55041087e-2f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(2.40226507e-1f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(6.93147181e-1f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0f));
+  const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_and_ps(alive, _mm256_mul_ps(p, _mm256_castsi256_ps(exponent)));
+}
+// e^x for x <= 0 (relative error below 3e-7); 0 below -87.
+static inline vf exp_nonpositive(vf x) { return {exp_half(x.a), exp_half(x.b)}; }
+
+static inline void load_bf16_pairs(const char* p, vf& even, vf& odd) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  const __m256i r0 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i r1 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
+  even = {_mm256_castsi256_ps(_mm256_slli_epi32(r0, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(r1, 16))};
+  odd = {_mm256_castsi256_ps(_mm256_and_si256(r0, high)), _mm256_castsi256_ps(_mm256_and_si256(r1, high))};
+}
+static inline vf load_bf16(const char* p) {
+  const __m128i r0 = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m128i r1 = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(r0), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(r1), 16))};
+}
+static inline vf load_f16(const char* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+}
+static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }

@@ -1,0 +1,55 @@
+// 16 floats in one AVX-512 register. Included inside the namespace and target region of its instruction set.
+
+inline constexpr int kRowTile = 6;    // rows x key pages (or 16-dim columns) held in registers: 24 of 32
+inline constexpr int kColumnTile = 4;
+
+using vf = __m512;
+
+static inline vf zero() { return _mm512_setzero_ps(); }
+static inline vf set1(float x) { return _mm512_set1_ps(x); }
+static inline vf load(const float* p) { return _mm512_loadu_ps(p); }
+static inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+static inline vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
+static inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+static inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
+static inline vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
+static inline float reduce_add(vf x) { return _mm512_reduce_add_ps(x); }
+static inline float reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
+static inline float reduce_min(vf x) { return _mm512_reduce_min_ps(x); }
+
+// Lanes from `count` on become `fill`.
+static inline vf keep_first(vf x, int count, float fill) {
+  const __mmask16 kept = static_cast<__mmask16>((1u << count) - 1u);
+  return _mm512_mask_blend_ps(kept, _mm512_set1_ps(fill), x);
+}
+
+// e^x for x <= 0 (relative error below 3e-7); 0 below -150.
+static inline vf exp_nonpositive(vf x) {
+  x = max(x, set1(-150.0f));
+  const vf log2e = set1(1.44269504088896341f);
+  const vf n = _mm512_roundscale_ps(mul(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const vf f = _mm512_fmsub_ps(x, log2e, n);
+  vf p = set1(1.5403530e-4f);
+  p = fma(p, f, set1(1.33335581e-3f));
+  p = fma(p, f, set1(9.61812911e-3f));
+  p = fma(p, f, set1(5.55041087e-2f));
+  p = fma(p, f, set1(2.40226507e-1f));
+  p = fma(p, f, set1(6.93147181e-1f));
+  p = fma(p, f, set1(1.0f));
+  return _mm512_scalef_ps(p, n);
+}
+
+static inline void load_bf16_pairs(const char* p, vf& even, vf& odd) {
+  const __m512i raw = _mm512_loadu_si512(p);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(raw, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+static inline vf load_bf16(const char* p) {
+  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
+}
+static inline vf load_f16(const char* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }

@@ -1,0 +1,50 @@
+// 16 floats in plain C++: correct everywhere, fast nowhere. Included inside the namespace of its instruction set.
+
+inline constexpr int kRowTile = 2;
+inline constexpr int kColumnTile = 1;
+
+struct vf {
+  float v[16];
+};
+
+#define HYBRID_SPARSE_LANES for (int i = 0; i < 16; ++i)
+static inline vf zero() { return vf{}; }
+static inline vf set1(float x) { vf r; HYBRID_SPARSE_LANES r.v[i] = x; return r; }
+static inline vf load(const float* p) { vf r; HYBRID_SPARSE_LANES r.v[i] = p[i]; return r; }
+static inline void store(float* p, vf x) { HYBRID_SPARSE_LANES p[i] = x.v[i]; }
+static inline vf add(vf a, vf b) { HYBRID_SPARSE_LANES a.v[i] += b.v[i]; return a; }
+static inline vf mul(vf a, vf b) { HYBRID_SPARSE_LANES a.v[i] *= b.v[i]; return a; }
+static inline vf fma(vf a, vf b, vf c) { HYBRID_SPARSE_LANES c.v[i] += a.v[i] * b.v[i]; return c; }
+static inline vf max(vf a, vf b) { HYBRID_SPARSE_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+static inline vf min(vf a, vf b) { HYBRID_SPARSE_LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+static inline float reduce_add(vf x) { float r = 0; HYBRID_SPARSE_LANES r += x.v[i]; return r; }
+static inline float reduce_max(vf x) { float r = x.v[0]; HYBRID_SPARSE_LANES r = r > x.v[i] ? r : x.v[i]; return r; }
+static inline float reduce_min(vf x) { float r = x.v[0]; HYBRID_SPARSE_LANES r = r < x.v[i] ? r : x.v[i]; return r; }
+
+// Lanes from `count` on become `fill`.
+static inline vf keep_first(vf x, int count, float fill) {
+  for (int i = count < 0 ? 0 : count; i < 16; ++i) x.v[i] = fill;
+  return x;
+}
+static inline vf exp_nonpositive(vf x) { HYBRID_SPARSE_LANES x.v[i] = std::exp(x.v[i]); return x; }
+
+static inline void load_bf16_pairs(const char* p, vf& even, vf& odd) {
+  HYBRID_SPARSE_LANES {
+    uint32_t raw;
+    std::memcpy(&raw, p + 4 * i, 4);
+    even.v[i] = std::bit_cast<float>(raw << 16);
+    odd.v[i] = std::bit_cast<float>(raw & 0xffff0000u);
+  }
+}
+static inline vf load_bf16(const char* p) {
+  vf r;
+  HYBRID_SPARSE_LANES r.v[i] = bf16_to_float(reinterpret_cast<const uint16_t*>(p)[i]);
+  return r;
+}
+static inline vf load_f16(const char* p) {
+  vf r;
+  HYBRID_SPARSE_LANES r.v[i] = f16_to_float(reinterpret_cast<const uint16_t*>(p)[i]);
+  return r;
+}
+static inline void prefetch(const char*) {}
+#undef HYBRID_SPARSE_LANES

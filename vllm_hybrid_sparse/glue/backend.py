@@ -1,0 +1,76 @@
+"""What vLLM asks of an attention backend: its names, its limits, and how much memory a block takes."""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from vllm_hybrid_sparse.glue.registration import BACKEND_NAME
+from vllm_hybrid_sparse.glue.settings import settings_of
+from vllm_hybrid_sparse.glue.support import MAX_HEAD_DIM
+from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES
+from vllm_hybrid_sparse.values import PAGE_TOKENS, SUMMARY_VECTORS
+
+
+class HybridSparseBackend(AttentionBackend):
+    """Decode attention over selected pages of a KV cache in host memory; prefill exact."""
+
+    forward_includes_kv_cache_update: bool = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPE_NAMES)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        """The registered name, by which vLLM finds this class again."""
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """The implementation of one layer."""
+        from vllm_hybrid_sparse.glue.impl import HybridSparseImpl  # noqa: PLC0415  (loads the native core)
+
+        return HybridSparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """The builder of a step's metadata."""
+        from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadataBuilder  # noqa: PLC0415
+
+        return HybridSparseMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ARG004
+        """Whole pages."""
+        return [MultipleOf(PAGE_TOKENS)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Whole vectors of 16."""
+        return head_size % 16 == 0 and 16 <= head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:  # noqa: ARG003
+        """No GPU yet: vLLM's selector on CUDA refuses the backend with this."""
+        return False
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Block after block, in each the KV heads one after another."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """The spec with room for the summaries in every block, so that vLLM's capacity figures count them.
+
+        A block stores each KV head as [block_tokens, state_content_bytes], which we lay out ourselves
+        (`memory/layout.py`): K and V of a token, and a sixteenth of its page's summary.
+        """
+        from vllm.config import get_current_vllm_config  # noqa: PLC0415
+
+        summary = settings_of(get_current_vllm_config()).summary
+        element_bytes = spec.dtype.itemsize
+        summary_bytes = SUMMARY_VECTORS[summary] * spec.head_size * element_bytes
+        content_bytes = 2 * spec.head_size * element_bytes + summary_bytes // PAGE_TOKENS
+        return replace(spec, state_content_bytes=content_bytes)

@@ -1,0 +1,97 @@
+"""One attention layer, as vLLM calls it."""
+
+from typing import Any
+
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadata
+from vllm_hybrid_sparse.glue.settings import settings_of
+from vllm_hybrid_sparse.glue.support import kv_dtype_fits
+from vllm_hybrid_sparse.runtime.host import host_runtime
+
+
+class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
+    """Appends the step's keys and values and attends, in one native call. Raises ConfigError for what it cannot do."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **extra: Any,
+    ) -> None:
+        vllm_config = get_current_vllm_config()
+        dtype = vllm_config.model_config.dtype
+        for name, given, why in (
+            ("alibi_slopes", alibi_slopes, "ALiBi position biases are not supported"),
+            ("sliding_window", sliding_window, "sliding-window attention is not supported"),
+            ("logits_soft_cap", logits_soft_cap or None, "soft-capped attention logits are not supported"),
+            ("sinks", extra.get("sinks"), "learned attention sinks are not supported"),
+        ):
+            if given is not None:
+                raise ConfigError(f"{name}: {why} (attention backend hybrid_sparse)")
+        if attn_type != AttentionType.DECODER:
+            raise ConfigError(f"attn_type={attn_type}: only decoder attention is supported (attention backend hybrid_sparse)")
+        if not kv_dtype_fits(kv_cache_dtype, dtype):
+            raise ConfigError(f"kv_cache_dtype={kv_cache_dtype}: must be auto (attention backend hybrid_sparse)")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        # A layer that shares another's cache must not write it a second time.
+        self._appends = kv_sharing_target_layer_name is None
+        self._runtime = host_runtime(settings_of(vllm_config))
+        self._attention = self._runtime.attention(
+            dtype=dtype,
+            num_q_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_size,
+            block_tokens=vllm_config.cache_config.block_size,
+            scale=self.scale,
+        )
+        self._selection = self._runtime.selection
+
+    def forward(
+        self,
+        layer: Any,  # noqa: ARG002
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: HybridSparseMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one layer over one step; writes and returns `output`.
+
+        query, output   [tokens, q_heads, head_dim]
+        key, value      [tokens, kv_heads, head_dim]
+        kv_cache        [blocks, kv_heads, block_tokens, state_content]   the layout is ours (`memory/layout.py`)
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise ConfigError("output_scale: fused output quantisation is not supported (attention backend hybrid_sparse)")
+        if attn_metadata is None:  # vLLM's profiling run
+            return output.zero_()
+        self._attention.forward(
+            query,
+            key if self._appends else None,
+            value if self._appends else None,
+            kv_cache,
+            attn_metadata.batch,
+            self._selection,
+            None,
+            output,
+        )
+        return output

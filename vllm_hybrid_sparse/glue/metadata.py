@@ -1,0 +1,55 @@
+"""One step's batch, from vLLM's metadata to the kernel's."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+
+
+@dataclass(slots=True)
+class HybridSparseMetadata(AttentionMetadata):
+    """What a layer needs to know of the step."""
+
+    batch: NativeBatch
+
+
+class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]):
+    """Wraps vLLM's own CPU tensors; copies none but the decode mask."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,  # noqa: ARG002  (pages are shared through the block table)
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,  # noqa: ARG002
+    ) -> HybridSparseMetadata:
+        """A request decodes, and so attends sparsely, once its whole prompt is in the cache; before that it is exact."""
+        meta = common_attn_metadata
+        requests = meta.num_reqs
+        prefilling = meta.is_prefilling
+        decoding = torch.ones(requests, dtype=torch.bool) if prefilling is None else ~prefilling[:requests]
+        return HybridSparseMetadata(
+            NativeBatch.from_tensors(
+                meta.query_start_loc_cpu[: requests + 1],
+                meta.seq_lens[:requests],
+                meta.block_table_tensor[:requests],
+                meta.slot_mapping,
+                decoding,
+            )
+        )
+
+    def use_cascade_attention(self, *_args: Any, **_kwargs: Any) -> bool:
+        """Never: a shared prefix is read once per request."""
+        return False

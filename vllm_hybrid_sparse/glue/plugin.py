@@ -1,0 +1,49 @@
+"""Entry point of the group `vllm.general_plugins`: vLLM calls `register` in each of its processes, maybe repeatedly."""
+
+from typing import Any
+
+from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, is_selected, member
+
+WORKER_PATH = "vllm_hybrid_sparse.glue.worker.HybridSparseCPUWorker"
+
+_HOOKED = "_hybrid_sparse_hooked"
+
+
+def register() -> None:
+    """Name the backend and let vLLM's CPU platform select it; nothing else changes, and nothing unless it is selected."""
+    member()
+    from vllm.platforms import current_platform  # noqa: PLC0415  (resolves the platform: not before plugins load)
+
+    if not current_platform.is_cpu():
+        return
+    platform = type(current_platform)
+    if not platform.__dict__.get(_HOOKED, False):
+        _hook_cpu_platform(platform)
+        setattr(platform, _HOOKED, True)
+
+
+def _hook_cpu_platform(platform: Any) -> None:
+    """Wrap the two decisions that vLLM's CPU platform takes without asking the registry."""
+    choose_backend = platform.get_attn_backend_cls.__func__
+    update_config = platform.check_and_update_config.__func__
+
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> str:
+        if not is_selected(selected_backend):
+            path: str = choose_backend(cls, selected_backend, attn_selector_config, *args, **kwargs)
+            return path
+        from vllm_hybrid_sparse.glue.support import refuse_layer  # noqa: PLC0415  (imports torch)
+
+        refuse_layer(attn_selector_config)
+        return BACKEND_PATH
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        if is_selected(vllm_config.attention_config.backend):
+            from vllm_hybrid_sparse.glue.support import refuse_config  # noqa: PLC0415
+
+            refuse_config(vllm_config)
+            if vllm_config.parallel_config.worker_cls == "auto":
+                vllm_config.parallel_config.worker_cls = WORKER_PATH
+        update_config(cls, vllm_config)
+
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    platform.check_and_update_config = classmethod(check_and_update_config)

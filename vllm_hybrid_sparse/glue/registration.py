@@ -1,0 +1,31 @@
+"""The name HYBRID_SPARSE in vLLM's list of attention backends.
+
+vLLM pickles the chosen member into the processes that it spawns, and they unpickle it before plugins are loaded; an
+enum member pickles by value, which means nothing to a fresh process. Ours therefore pickles as a call to `member()`,
+which registers it where that has not happened yet.
+"""
+
+from typing import Any
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+BACKEND_NAME = "HYBRID_SPARSE"
+BACKEND_PATH = "vllm_hybrid_sparse.glue.backend.HybridSparseBackend"
+
+
+def member() -> AttentionBackendEnum:
+    """The enum member, registered on the first call of a process."""
+    registered = AttentionBackendEnum.__members__.get(BACKEND_NAME)
+    if registered is None:
+        registered = AttentionBackendEnum.register(BACKEND_NAME, BACKEND_PATH)
+        registered.__reduce_ex__ = _reduce_to_member  # type: ignore[method-assign]
+    return registered
+
+
+def _reduce_to_member(_protocol: Any) -> tuple[Any, tuple[()]]:
+    return member, ()
+
+
+def is_selected(backend: object) -> bool:
+    """Whether `attention_config.backend` names this backend."""
+    return backend is not None and backend is AttentionBackendEnum.__members__.get(BACKEND_NAME)

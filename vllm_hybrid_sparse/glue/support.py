@@ -1,0 +1,107 @@
+"""What the backend serves, and the refusals at start-up of what it does not: each names what, its value and why."""
+
+from typing import Any
+
+import torch
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.glue.settings import settings_of
+from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, supported_isas
+from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+MAX_HEAD_DIM = 512
+
+
+def refuse_config(vllm_config: Any) -> None:
+    """Check a whole configuration before any process is started. Raises ConfigError."""
+    settings = settings_of(vllm_config)
+    if settings.isa not in ("auto", *supported_isas()):
+        raise ConfigError(
+            f"hybrid_sparse.isa={settings.isa!r}: this machine runs {', '.join(supported_isas())}"
+        )
+    cache = vllm_config.cache_config
+    if cache is not None:
+        _refuse_cache(cache)
+    if vllm_config.speculative_config is not None:
+        _refuse("speculative_config", vllm_config.speculative_config.method, "speculative decoding is not supported")
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            _refuse(name, getattr(parallel, name), "context parallelism is not supported")
+    if vllm_config.model_config is not None:
+        _refuse_model(vllm_config.model_config)
+
+
+def _refuse_cache(cache: Any) -> None:
+    if cache.cache_dtype not in ("auto", "float16", "bfloat16"):
+        _refuse("kv_cache_dtype", cache.cache_dtype, "the KV cache must have the model's own dtype: auto")
+    if cache.block_size is not None and cache.block_size % PAGE_TOKENS:
+        _refuse("block_size", cache.block_size, f"must be a multiple of {PAGE_TOKENS}")
+
+
+def _refuse_model(model: Any) -> None:
+    if model.use_mla:
+        _refuse("model", model.model, "multi-head latent attention (MLA) is not supported")
+    if model.is_encoder_decoder:
+        _refuse("model", model.model, "encoder-decoder models are not supported")
+    if model.is_hybrid:
+        _refuse("model", model.model, "models that mix attention with state-space layers are not supported")
+    if model.dtype not in DTYPE_NAMES:
+        _refuse("dtype", model.dtype, "must be bfloat16, float16 or float32")
+    if model.get_sliding_window() is not None:
+        _refuse("sliding_window", model.get_sliding_window(), "sliding-window attention is not supported")
+    text = model.hf_text_config
+    for name, why in (
+        ("attn_logit_softcapping", "soft-capped attention logits are not supported"),
+        ("attention_chunk_size", "chunked local attention is not supported"),
+    ):
+        if getattr(text, name, None):
+            _refuse(name, getattr(text, name), why)
+    if getattr(text, "alibi", False) or getattr(text, "model_type", "") == "bloom":
+        _refuse("alibi", True, "ALiBi position biases are not supported")
+    head_dim = model.get_head_size()
+    if not _head_dim_fits(head_dim):
+        _refuse("head_size", head_dim, _HEAD_DIM_RULE)
+
+
+_HEAD_DIM_RULE = f"must be a multiple of 16, 16 to {MAX_HEAD_DIM}"
+
+
+def _head_dim_fits(head_dim: int) -> bool:
+    return 16 <= head_dim <= MAX_HEAD_DIM and head_dim % 16 == 0
+
+
+def refuse_layer(selector: Any) -> None:
+    """Check what one layer asks of the backend (vLLM's AttentionSelectorConfig). Raises ConfigError."""
+    for name, why in (
+        ("use_mla", "multi-head latent attention (MLA) is not supported"),
+        ("use_sparse", "models with a trained sparse indexer are not supported"),
+        ("has_sink", "learned attention sinks are not supported"),
+        ("use_mm_prefix", "bidirectional attention over multimodal prefixes is not supported"),
+        ("use_per_head_quant_scales", "a quantised KV cache is not supported"),
+        ("has_sliding_window", "sliding-window attention is not supported"),
+        ("use_non_causal", "non-causal attention is not supported"),
+        ("use_batch_invariant", "batch-invariant execution is not supported"),
+        ("use_rswa", "reference sliding-window attention is not supported"),
+    ):
+        if getattr(selector, name, False):
+            _refuse(name, True, why)
+    if selector.attn_type != "decoder":
+        _refuse("attn_type", str(selector.attn_type), "only decoder attention is supported")
+    if not _head_dim_fits(selector.head_size):
+        _refuse("head_size", selector.head_size, _HEAD_DIM_RULE)
+    if selector.dtype not in DTYPE_NAMES:
+        _refuse("dtype", selector.dtype, "must be bfloat16, float16 or float32")
+    if not kv_dtype_fits(selector.kv_cache_dtype, selector.dtype):
+        _refuse("kv_cache_dtype", selector.kv_cache_dtype, f"the KV cache must have the model's own dtype, {selector.dtype}")
+
+
+def kv_dtype_fits(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> bool:
+    """Whether the KV cache is stored as the model computes it."""
+    if kv_cache_dtype in (None, "auto"):
+        return True
+    return {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(str(kv_cache_dtype)) == model_dtype
+
+
+def _refuse(name: str, value: object, rule: str) -> None:
+    raise ConfigError(f"{name}={value}: {rule} (attention backend hybrid_sparse)")

@@ -1,0 +1,1 @@
+"""Fold partial attentions into one."""

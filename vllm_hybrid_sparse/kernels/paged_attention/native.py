@@ -1,0 +1,228 @@
+"""The CPU kernel (`csrc/`): append, exact prefill rows and sparse decode rows of one layer in one call.
+
+What it computes is written to be read in `reference.py`; the page layout is in `memory/layout.py` and `csrc/layout.h`.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse import _native
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+
+
+def supported_isas() -> list[str]:
+    """Names of the instruction sets that this machine runs, best first."""
+    return list(_native.supported_isas())
+
+
+def make_thread_pool(num_threads: int, *, helpers: str = "own", cpus: list[int] | None = None) -> _native.ThreadPool:
+    """Threads for one or more `NativeAttention`, the caller included.
+
+    helpers   own: threads of the pool, asleep between calls; openmp: borrowed from torch's GNU OpenMP team, which
+              already spins on the same cores (KernelError where it is not loaded)
+    cpus      a core for each own helper; empty or None: wherever the kernel puts them
+    """
+    if num_threads < 1:
+        raise KernelError(f"num_threads={num_threads}: must be at least 1")
+    if helpers == "openmp" and not _native.openmp_is_loaded():
+        raise KernelError("helpers='openmp': GNU OpenMP is not loaded in this process")
+    return _native.ThreadPool(num_threads, getattr(_native.Helpers, helpers), cpus or [])
+
+
+@dataclass(frozen=True, slots=True)
+class NativeBatch:
+    """The requests of one step, as the kernel reads them; keeps the tensors alive."""
+
+    native: _native.Batch
+    num_tokens: int
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def from_tensors(
+        cls,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        decode_mask: Tensor,
+    ) -> Self:
+        """Check and wrap; all on the CPU, `slot_mapping` may be longer than the batch.
+
+        query_start_loc   [requests + 1]         int32  first query token of each request, then their number
+        seq_lens          [requests]             int32  tokens of each request, the batch's included
+        block_table       [requests, max_blocks] int32  block ids, rows may be strided
+        slot_mapping      [tokens]               int64  block * block_tokens + offset, negative: do not store
+        decode_mask       [requests]             bool | uint8  one query token, attends sparsely; others exactly
+        """
+        requests = seq_lens.shape[0]
+        wanted = (
+            ("query_start_loc", query_start_loc, torch.int32, 1),
+            ("seq_lens", seq_lens, torch.int32, 1),
+            ("block_table", block_table, torch.int32, 2),
+            ("slot_mapping", slot_mapping, torch.int64, 1),
+        )
+        for name, tensor, dtype, dims in wanted:
+            if tensor.dtype != dtype or tensor.dim() != dims or tensor.device.type != "cpu":
+                raise KernelError(
+                    f"{name}={tensor.dtype} of {tensor.dim()} dims on {tensor.device}: must be {dtype} of {dims} on cpu"
+                )
+            if tensor.numel() and tensor.stride(-1) != 1:
+                raise KernelError(f"{name}: its last dimension must be contiguous")
+        if query_start_loc.shape[0] != requests + 1 or block_table.shape[0] < requests:
+            raise KernelError(
+                f"seq_lens has {requests} requests: query_start_loc={query_start_loc.shape[0]} must be one more and "
+                f"block_table={block_table.shape[0]} no fewer"
+            )
+        mask = decode_mask.to(torch.uint8).contiguous()
+        num_tokens = int(query_start_loc[-1]) if requests else 0
+        if slot_mapping.shape[0] < num_tokens or mask.shape[0] != requests:
+            raise KernelError(
+                f"slot_mapping={slot_mapping.shape[0]}, decode_mask={mask.shape[0]}: must cover {num_tokens} tokens and "
+                f"{requests} requests"
+            )
+        native = _native.Batch(
+            requests,
+            query_start_loc.data_ptr(),
+            seq_lens.data_ptr(),
+            block_table.data_ptr(),
+            block_table.stride(0),
+            slot_mapping.data_ptr(),
+            mask.data_ptr(),
+        )
+        return cls(native, num_tokens, (query_start_loc, seq_lens, block_table, slot_mapping, mask))
+
+
+def native_selection(selection: SelectionSpec, retained: RetainedSet) -> _native.Selection:
+    """The policy and the retained set as the kernel takes them."""
+    return _native.Selection(
+        ranked=selection.ranked,
+        budget_ratio=selection.budget_ratio,
+        max_pages=selection.max_pages or 0,
+        threshold=selection.threshold,
+        microbatch_pages=selection.microbatch_pages,
+        sink_tokens=retained.sink_tokens,
+        window_tokens=retained.window_tokens,
+    )
+
+
+class NativeAttention:
+    """Paged attention of layers of one shape. One call at a time; KernelError for tensors that do not fit."""
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        scale: float,
+        summary: str = "minmax",
+        isa: str = "auto",
+        num_threads: int = 1,
+        pool: _native.ThreadPool | None = None,
+    ) -> None:
+        if dtype not in DTYPE_NAMES:
+            raise KernelError(f"dtype={dtype}: must be bfloat16, float16 or float32")
+        if num_kv_heads < 1 or num_q_heads % num_kv_heads:
+            raise KernelError(f"num_q_heads={num_q_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
+        if head_dim < 16 or head_dim % 16:
+            raise KernelError(f"head_dim={head_dim}: must be a multiple of 16")
+        if block_tokens < 16 or block_tokens % 16:
+            raise KernelError(f"block_tokens={block_tokens}: must be a multiple of 16")
+        names = supported_isas()
+        if isa not in ("auto", *names):
+            raise KernelError(f"isa={isa!r}: must be auto or one that this machine runs: {', '.join(names)}")
+        self.dtype = dtype
+        self.num_q_heads = num_q_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.pool = pool or make_thread_pool(num_threads)
+        self.layout = _native.Layout(
+            getattr(_native.DType, DTYPE_NAMES[dtype]), head_dim, block_tokens, getattr(_native.Summary, summary)
+        )
+        self._engine = _native.Engine(self.layout, num_q_heads, num_kv_heads, scale, isa, self.pool)
+        self.isa: str = self._engine.isa
+        self._block_bytes = num_kv_heads * self.layout.head_block_bytes
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        batch: NativeBatch,
+        selection: _native.Selection | SelectionSpec,
+        retained: RetainedSet | None,
+        output: Tensor,
+    ) -> None:
+        """Append the batch's keys and values, summarise the pages they fill, attend, and write `output`.
+
+        query, output   [tokens, q_heads, head_dim]    of the KV dtype, a token's heads contiguous
+        key, value      [tokens, kv_heads, head_dim]   likewise; None: nothing to append
+        kv_cache        [blocks, …]                    any dtype; a row's first kv_heads * head_block_bytes bytes are
+                                                       the block, contiguous
+        selection       with `retained`, or a `native_selection` made once, with None
+        """
+        if isinstance(selection, SelectionSpec):
+            selection = native_selection(selection, retained or RetainedSet())
+        tokens = batch.num_tokens
+        self._check_rows("query", query, self.num_q_heads, tokens)
+        self._check_rows("output", output, self.num_q_heads, tokens)
+        key_address = value_address = key_stride = value_stride = 0
+        if key is not None and value is not None:
+            self._check_rows("key", key, self.num_kv_heads, tokens)
+            self._check_rows("value", value, self.num_kv_heads, tokens)
+            key_address, key_stride = key.data_ptr(), key.stride(0)
+            value_address, value_stride = value.data_ptr(), value.stride(0)
+        block_stride = kv_cache.stride(0) * kv_cache.element_size()
+        if block_stride < self._block_bytes:
+            raise KernelError(f"kv_cache: a row of {block_stride} bytes is too short for a block of {self._block_bytes}")
+        self._engine.forward(
+            kv_cache.data_ptr(),
+            block_stride,
+            query.data_ptr(),
+            query.stride(0),
+            key_address,
+            key_stride,
+            value_address,
+            value_stride,
+            output.data_ptr(),
+            output.stride(0),
+            batch.native,
+            selection,
+        )
+
+    def _check_rows(self, name: str, tensor: Tensor, heads: int, tokens: int) -> None:
+        shape = tensor.shape
+        if (
+            tensor.dtype != self.dtype
+            or len(shape) != 3
+            or shape[0] < tokens
+            or shape[1] != heads
+            or shape[2] != self.head_dim
+            or tensor.stride(2) != 1
+            or (heads > 1 and tensor.stride(1) != self.head_dim)
+        ):
+            raise KernelError(
+                f"{name}={tuple(shape)} {tensor.dtype} strides {tensor.stride()}: must be at least {tokens} tokens of "
+                f"[{heads}, {self.head_dim}] {self.dtype}, contiguous within a token"
+            )
+
+    def stats(self) -> _native.Stats:
+        """Sums over the calls since the last `reset_stats`; see `Stats` in csrc/engine.h."""
+        return self._engine.stats()
+
+    def reset_stats(self) -> None:
+        """Start the sums again."""
+        self._engine.reset_stats()
+
+    def last_plan(self, decode_index: int, kv_head: int) -> list[int]:
+        """Candidate pages that request `decode_index` of the last batch read for the KV head, in order of reading."""
+        return list(self._engine.last_plan(decode_index, kv_head))

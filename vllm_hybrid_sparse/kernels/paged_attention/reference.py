@@ -1,0 +1,78 @@
+"""What one layer computes for a batch, from the logical K and V of every request, in plain torch."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.progressive.reference import ProgressiveResult, progressive_attention
+from vllm_hybrid_sparse.policy.selectors import Selector
+from vllm_hybrid_sparse.values import RetainedSet
+
+
+class BatchResult(NamedTuple):
+    """The output of a batch and what its decode rows read."""
+
+    out: Tensor  # [tokens, q_heads, head_dim] f64
+    groups: list[list[ProgressiveResult]]  # [decode rows in batch order][kv_heads]
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    *,
+    query_lens: Sequence[int],
+    decode_mask: Sequence[bool],
+    selector: Selector,
+    retained: RetainedSet,
+    scale: float,
+    summary: str,
+) -> BatchResult:
+    """Attend with the latest tokens of every request to all tokens of the same request up to their own.
+
+    A request that decodes (one row, decode_mask set) attends to the retained set and to what the selector reads of its
+    candidate pages, each group of query heads for itself; all other rows attend to everything before them.
+
+    query         [tokens, q_heads, head_dim]     the rows of all requests one after another; bf16 | f16 | f32
+    keys, values  a request [seq_len, kv_heads, head_dim], the tokens of its rows included
+    query_lens    rows of each request, 0 to seq_len; they are its latest tokens
+    """
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    groups = []
+    row = 0
+    for key, value, query_len, decodes in zip(keys, values, query_lens, decode_mask, strict=True):
+        rows = query[row : row + query_len]
+        if decodes:
+            assert query_len == 1
+            kv_heads = range(key.shape[1])
+            heads = rows[0].reshape(key.shape[1], -1, query.shape[-1])
+            results = [
+                progressive_attention(
+                    heads[h], key[:, h], value[:, h], selector=selector, retained=retained, scale=scale, summary=summary
+                )
+                for h in kv_heads
+            ]
+            out[row] = torch.cat([result.out for result in results])
+            groups.append(results)
+        else:
+            out[row : row + query_len] = causal_attention(rows, key, value, scale)
+        row += query_len
+    return BatchResult(out, groups)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attend with the latest tokens of one request to every token up to their own.
+
+    query        [rows, q_heads, head_dim]       row i is token seq_len - rows + i
+    key, value   [seq_len, kv_heads, head_dim]   q_heads is a multiple of kv_heads
+    returns      [rows, q_heads, head_dim]       f64
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.double().repeat_interleave(group, dim=1) for tensor in (key, value))
+    scores = scale * torch.einsum("rhd,thd->hrt", query.double(), key)
+    rows, tokens = query.shape[0], key.shape[0]
+    future = torch.ones(rows, tokens, dtype=torch.bool).triu(diagonal=tokens - rows + 1)
+    weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
+    return torch.einsum("hrt,thd->rhd", weights, value)

@@ -1,0 +1,1 @@
+"""PSA: attend page by page until enough weight is gathered."""

@@ -1,0 +1,1 @@
+"""Attention over some pages of one request."""

@@ -1,0 +1,1 @@
+"""Keep of each page what estimates its score."""

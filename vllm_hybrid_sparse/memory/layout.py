@@ -1,0 +1,117 @@
+"""How the KV memory of one layer is laid out for the CPU kernels (`csrc/layout.h` is the same in C++).
+
+A block is `num_kv_heads` regions one after another. The region of one KV head is contiguous: its pages, then the
+summaries of its pages.
+
+    page     K part, V part; 16 tokens each
+    K part   bf16: [head_dim / 2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
+    V part   bf16: [8 token pairs][head_dim][2 tokens]    f16, f32: [16 tokens][head_dim]
+    summary  minmax: [max: head_dim][min: head_dim]       cuboid_mean: [centre: head_dim]
+
+One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no sum across lanes. All
+elements, the summaries' too, are of the KV dtype. Only the summary of a full page holds anything.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
+from vllm_hybrid_sparse.values import PAGE_TOKENS, SUMMARY_VECTORS
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+_HEAD_DIM_STEP = 16
+_MAX_HEAD_DIM = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """Sizes of, and the way in and out of, the region of one KV head in one block. Raises ConfigError."""
+
+    dtype: str  # of K, V and summaries: bf16 | f16 | f32
+    head_dim: int  # a multiple of 16, 16 to 512
+    block_tokens: int  # tokens of vLLM's block; a multiple of 16
+    summary: str  # minmax | cuboid_mean
+
+    def __post_init__(self) -> None:
+        if self.dtype not in TORCH_DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(TORCH_DTYPES)}")
+        if self.summary not in SUMMARY_VECTORS:
+            raise ConfigError(f"summary={self.summary!r}: must be one of {', '.join(SUMMARY_VECTORS)}")
+        if self.head_dim % _HEAD_DIM_STEP or not _HEAD_DIM_STEP <= self.head_dim <= _MAX_HEAD_DIM:
+            raise ConfigError(
+                f"head_dim={self.head_dim}: must be a multiple of {_HEAD_DIM_STEP}, {_HEAD_DIM_STEP} to {_MAX_HEAD_DIM}"
+            )
+        if self.block_tokens % PAGE_TOKENS or self.block_tokens < PAGE_TOKENS:
+            raise ConfigError(
+                f"block_tokens={self.block_tokens}: must be a multiple of {PAGE_TOKENS}, {PAGE_TOKENS} or more"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The KV dtype as torch names it."""
+        return TORCH_DTYPES[self.dtype]
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of K, V or a summary."""
+        return self.torch_dtype.itemsize
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages of one KV head in a block."""
+        return self.block_tokens // PAGE_TOKENS
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, K and V; V begins in the middle."""
+        return 2 * PAGE_TOKENS * self.head_dim * self.element_bytes
+
+    @property
+    def summary_bytes(self) -> int:
+        """Bytes of the summary of one page."""
+        return SUMMARY_VECTORS[self.summary] * self.head_dim * self.element_bytes
+
+    @property
+    def head_block_bytes(self) -> int:
+        """Bytes of the region of one KV head in a block."""
+        return self.pages_per_block * (self.page_bytes + self.summary_bytes)
+
+    def pack_reference(self, key: Tensor, value: Tensor) -> Tensor:
+        """The region that holds one block's K and V and the summaries of its pages.
+
+        key, value   [block_tokens, head_dim], of the KV dtype
+        returns      [head_block_bytes / element_bytes], of the KV dtype
+        """
+        paged_key = key.reshape(self.pages_per_block, PAGE_TOKENS, self.head_dim)
+        paged_value = value.reshape(self.pages_per_block, PAGE_TOKENS, self.head_dim)
+        if self.dtype == "bf16":
+            key_part = paged_key.reshape(self.pages_per_block, PAGE_TOKENS, -1, 2).transpose(1, 2)
+            value_part = paged_value.reshape(self.pages_per_block, -1, 2, self.head_dim).transpose(2, 3)
+        else:
+            key_part = paged_key.transpose(1, 2)
+            value_part = paged_value
+        pages = torch.cat((key_part.flatten(1), value_part.flatten(1)), dim=1)
+        return torch.cat((pages.flatten(), summarize_pages(key, self.summary).flatten()))
+
+    def unpack(self, region: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """K, V and the summaries that a region holds.
+
+        region    [any], head_block_bytes contiguous bytes of any dtype
+        returns   key, value [block_tokens, head_dim]; summaries [pages, vectors, head_dim] as of `summarize_pages`
+        """
+        elements = region.view(self.torch_dtype)
+        pages_elements = self.pages_per_block * self.page_bytes // self.element_bytes
+        key_part, value_part = elements[:pages_elements].view(self.pages_per_block, 2, -1).unbind(1)
+        if self.dtype == "bf16":
+            key = key_part.view(self.pages_per_block, -1, PAGE_TOKENS, 2).transpose(1, 2)
+            value = value_part.view(self.pages_per_block, -1, self.head_dim, 2).transpose(2, 3)
+        else:
+            key = key_part.view(self.pages_per_block, -1, PAGE_TOKENS).transpose(1, 2)
+            value = value_part
+        summaries = elements[pages_elements:].view(self.pages_per_block, -1, self.head_dim)
+        token_shape = (self.block_tokens, self.head_dim)
+        return key.reshape(token_shape), value.reshape(token_shape), summaries

@@ -1,0 +1,47 @@
+"""How much of the cache decoding read: plain sums, and the line that says them."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStats:
+    """Sums over decode rows, KV heads and layers. A full read is every page of the context, K and V."""
+
+    pages_total: int = 0  # a full read
+    pages_read: int = 0  # retained set and selected, K and V
+    pages_wasted: int = 0  # read ahead of a stop and dropped
+    total_bytes: int = 0  # a full read
+    read_bytes: int = 0  # pages read or wasted, and summaries scored
+    early_stops: int = 0  # (request, KV head, layer) that reached the threshold before the last candidate
+
+    def __add__(self, other: Self) -> "DecodeStats":
+        return DecodeStats(
+            pages_total=self.pages_total + other.pages_total,
+            pages_read=self.pages_read + other.pages_read,
+            pages_wasted=self.pages_wasted + other.pages_wasted,
+            total_bytes=self.total_bytes + other.total_bytes,
+            read_bytes=self.read_bytes + other.read_bytes,
+            early_stops=self.early_stops + other.early_stops,
+        )
+
+    @classmethod
+    def from_native(cls, stats: Any, layout: Any) -> "DecodeStats":
+        """From the native core's sums and the layout of its pages."""
+        pages = stats.pages_read + stats.pages_wasted
+        return cls(
+            pages_total=stats.pages_total,
+            pages_read=stats.pages_read,
+            pages_wasted=stats.pages_wasted,
+            total_bytes=stats.pages_total * layout.page_bytes,
+            read_bytes=pages * layout.page_bytes + stats.summaries_scored * layout.summary_bytes,
+            early_stops=stats.stopped_early,
+        )
+
+    def describe(self) -> str:
+        """One line for a log; the share counts summaries as read and a full read without them."""
+        share = 100.0 * self.read_bytes / self.total_bytes if self.total_bytes else 0.0
+        return (
+            f"hybrid_sparse: decode read {share:.1f} % of the KV bytes (pages {self.pages_read} of {self.pages_total}, "
+            f"{self.pages_wasted} read ahead and dropped, {self.read_bytes} of {self.total_bytes} bytes with summaries)"
+        )

@@ -1,0 +1,1 @@
+"""Decisions: values in, values out; no vllm, no torch, no kernels."""

@@ -1,0 +1,1 @@
+"""The wiring of kernels, threads and settings for one worker process."""

@@ -1,0 +1,68 @@
+"""The host tier of one worker process: one thread pool, one kernel per layer shape, and their statistics."""
+
+from functools import lru_cache
+
+import torch
+
+from vllm_hybrid_sparse import _native
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, make_thread_pool, native_selection
+from vllm_hybrid_sparse.metrics import DecodeStats
+
+
+class HostRuntime:
+    """Made once a process from the settings; layers of one shape share a kernel and its scratch memory."""
+
+    def __init__(self, settings: HybridSparseConfig) -> None:
+        self.settings = settings
+        self.selection = native_selection(settings.selection, settings.retained)
+        threads = settings.num_threads or torch.get_num_threads()
+        helpers = "openmp" if _native.openmp_is_loaded() else "own"
+        self.pool = make_thread_pool(threads, helpers=helpers)
+        self._attention: dict[tuple[torch.dtype, int, int, int, int, float], NativeAttention] = {}
+
+    def attention(
+        self,
+        *,
+        dtype: torch.dtype,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        scale: float,
+    ) -> NativeAttention:
+        """The kernel for layers of this shape."""
+        shape = (dtype, num_q_heads, num_kv_heads, head_dim, block_tokens, scale)
+        if shape not in self._attention:
+            self._attention[shape] = NativeAttention(
+                dtype=dtype,
+                num_q_heads=num_q_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                block_tokens=block_tokens,
+                scale=scale,
+                summary=self.settings.summary,
+                isa=self.settings.isa,
+                pool=self.pool,
+            )
+        return self._attention[shape]
+
+    def describe(self) -> str:
+        """Settings in effect and what they became on this machine."""
+        isas = sorted({attention.isa for attention in self._attention.values()})
+        helpers = "openmp" if self.pool.helpers == _native.Helpers.openmp else "own"
+        return f"{self.settings.describe()}; running on {', '.join(isas)} with {self.pool.size} {helpers} threads"
+
+    def take_stats(self) -> DecodeStats:
+        """What was decoded since the last call."""
+        total = DecodeStats()
+        for attention in self._attention.values():
+            total = total + DecodeStats.from_native(attention.stats(), attention.layout)
+            attention.reset_stats()
+        return total
+
+
+@lru_cache(maxsize=1)
+def host_runtime(settings: HybridSparseConfig) -> HostRuntime:
+    """The process's runtime."""
+    return HostRuntime(settings)

@@ -1,0 +1,88 @@
+"""Plain values that the layers pass on; no torch, no vllm."""
+
+import math
+from dataclasses import dataclass
+
+from vllm_hybrid_sparse.errors import ConfigError
+
+PAGE_TOKENS = 16
+"""Tokens of a page. The native page layout has one vector lane a token, so this is a constant, not a setting."""
+
+SUMMARY_VECTORS = {"minmax": 2, "cuboid_mean": 1}
+"""Vectors of `head_dim` values that each kind of summary keeps of a page: minmax (max, min), cuboid_mean (centre)."""
+
+_RATIO_SLACK_PAGES = 1e-9
+"""What `ratio * candidates` may exceed a whole number by without costing a page: 0.07 * 100 is 7.000000000000001."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetainedSet:
+    """The tokens every decode row attends to whatever the policy: the first and the latest of the request.
+
+    A page is retained as a whole. A candidate is a page that lies wholly outside both parts, so a page that the
+    recent window only touches is retained too.
+    """
+
+    sink_tokens: int = 64  # first tokens; a multiple of 16, >= 0
+    window_tokens: int = 256  # latest tokens, the current one included; a multiple of 16, >= 16
+
+    def __post_init__(self) -> None:
+        if self.sink_tokens < 0 or self.sink_tokens % PAGE_TOKENS:
+            raise ConfigError(f"sink_tokens={self.sink_tokens}: must be a multiple of {PAGE_TOKENS}, 0 or more")
+        if self.window_tokens < PAGE_TOKENS or self.window_tokens % PAGE_TOKENS:
+            raise ConfigError(
+                f"window_tokens={self.window_tokens}: must be a multiple of {PAGE_TOKENS}, {PAGE_TOKENS} or more"
+            )
+
+    def candidate_range(self, seq_len: int) -> tuple[int, int]:
+        """Candidate pages of a request of `seq_len` tokens as `(first_page, end_page)`, the end excluded.
+
+        A page p is a candidate if p >= sink_tokens / 16 and 16 p + 16 <= seq_len - window_tokens. A short request has
+        none: then end_page == first_page, which may lie beyond its last page.
+        """
+        first_page = self.sink_tokens // PAGE_TOKENS
+        end_page = max(first_page, (seq_len - self.window_tokens) // PAGE_TOKENS)
+        return first_page, end_page
+
+    def retained_pages(self, seq_len: int) -> list[int]:
+        """Every page of the request that is not a candidate, ascending; the last one may be partly filled."""
+        first_page, end_page = self.candidate_range(seq_len)
+        num_pages = math.ceil(seq_len / PAGE_TOKENS)
+        return [*range(min(first_page, num_pages)), *range(min(end_page, num_pages), num_pages)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionSpec:
+    """A policy as the kernels take it: an order over the candidate pages and where to stop in it.
+
+    Reading stops at whichever comes first: the last candidate, the budget, or, after a whole microbatch, the threshold
+    exceeded by every query head of the group. The defaults read everything in the order of the request (`dense`).
+    Without a threshold a kernel may read the same pages in another order.
+    """
+
+    ranked: bool = False  # True: by group score, descending, ties by the lower page; False: by page
+    budget_ratio: float = 1.0  # most pages, as a share of the candidates, rounded up; in (0, 1]
+    max_pages: int | None = None  # most pages, as a number >= 1; None: no such limit
+    threshold: float = 1.0  # stop once P_acc > threshold (PSA, Algorithm 1, line 17); in (0, 1], at 1 never
+    microbatch_pages: int = 8  # pages between two looks at the threshold (PSA's m); >= 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget_ratio <= 1:
+            raise ConfigError(f"budget_ratio={self.budget_ratio}: must be in (0, 1]")
+        if self.max_pages is not None and self.max_pages < 1:
+            raise ConfigError(f"max_pages={self.max_pages}: must be 1 or more")
+        if not 0 < self.threshold <= 1:
+            raise ConfigError(f"threshold={self.threshold}: must be in (0, 1]")
+        if self.microbatch_pages < 1:
+            raise ConfigError(f"microbatch_pages={self.microbatch_pages}: must be 1 or more")
+
+    def budget_pages(self, num_candidates: int) -> int:
+        """The most pages that one group may read of `num_candidates`: min(ceil(ratio * n), max_pages, n); 0 of 0.
+
+        1e-9 is taken off before rounding up, so that 7 % of 100 pages are 7 and not 8; one page is the least of any.
+        """
+        if num_candidates <= 0:
+            return 0
+        budget = max(1, math.ceil(self.budget_ratio * num_candidates - _RATIO_SLACK_PAGES))
+        limit = num_candidates if self.max_pages is None else self.max_pages
+        return min(budget, limit, num_candidates)
