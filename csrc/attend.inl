@@ -9,7 +9,7 @@ template <class T>
 struct Chunk {
   const char* keys[kChunkPages];
   const char* values[kChunkPages];
-  const char* next[kChunkPages];  // pages of the following chunk, to prefetch; null when there are none
+  const char* next[kChunkPages];  // pages of the following chunk: fetched while this one is computed, K with K, V with V
   int first_token[kChunkPages];
   int value_steps[kChunkPages];  // steps that hold tokens which some row sees; 0 for a filler page
   int pages;
@@ -19,7 +19,6 @@ template <class T, int Rows, bool Prefetch>
 static inline void score_tile(const typename T::Op* const* queries, const Chunk<T>& chunk, int first_page, int steps,
                               float* scores) {
   constexpr int kStepBytes = kPageTokens * T::pack * static_cast<int>(sizeof(typename T::Element));
-  constexpr int kLinesPerStep = 2 * kStepBytes / 64;  // a page (K and V) has this many cache lines a K step
   vf acc[Rows][kColumnTile];
   for (int r = 0; r < Rows; ++r)
     for (int j = 0; j < kColumnTile; ++j) acc[r][j] = zero();
@@ -27,9 +26,7 @@ static inline void score_tile(const typename T::Op* const* queries, const Chunk<
     typename T::Step k[kColumnTile];
     for (int j = 0; j < kColumnTile; ++j) k[j] = T::load_step(chunk.keys[first_page + j] + s * kStepBytes);
     if constexpr (Prefetch) {
-      for (int j = 0; j < kColumnTile; ++j)
-        for (int line = 0; line < (kLinesPerStep ? kLinesPerStep : 1); ++line)
-          prefetch(chunk.next[first_page + j] + (s * (kLinesPerStep ? kLinesPerStep : 1) + line) * 64);
+      for (int j = 0; j < kColumnTile; ++j) prefetch(chunk.next[first_page + j] + s * kStepBytes);
     }
     for (int r = 0; r < Rows; ++r) {
       const typename T::Broadcast q = T::broadcast(queries[r] + s);
@@ -40,7 +37,7 @@ static inline void score_tile(const typename T::Op* const* queries, const Chunk<
     for (int j = 0; j < kColumnTile; ++j) store(scores + r * kChunkTokens + (first_page + j) * kPageTokens, acc[r][j]);
 }
 
-template <class T, int Rows, int Columns>
+template <class T, int Rows, int Columns, bool Prefetch>
 static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chunk, int head_dim, int first_dim,
                               const float* rescale, float* out) {
   constexpr int kOpsPerRow = kChunkTokens / T::pack;
@@ -53,7 +50,11 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
       acc[r][j] = mul(load(out + r * head_dim + first_dim + 16 * j), set1(rescale[r]));
   for (int page = 0; page < chunk.pages; ++page) {
     const char* value = chunk.values[page] + first_dim / 16 * kColumnBytes;
+    [[maybe_unused]] const char* next = chunk.next[page] + (chunk.values[page] - chunk.keys[page]) + first_dim / 16 * kColumnBytes;
     for (int s = 0; s < chunk.value_steps[page]; ++s) {
+      if constexpr (Prefetch) {
+        for (int byte = 0; byte < Columns * kColumnBytes; byte += 64) prefetch(next + s * step_bytes + byte);
+      }
       typename T::Step v[Columns];
       for (int j = 0; j < Columns; ++j) v[j] = T::load_step(value + s * step_bytes + j * kColumnBytes);
       for (int r = 0; r < Rows; ++r) {
@@ -135,10 +136,17 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
                                 weights + r * (kChunkTokens / T::pack));
   }
   float* out = args.out + int64_t{first_row} * args.head_dim;
-  int dim = 0;
-  for (; dim + 16 * kColumnTile <= args.head_dim; dim += 16 * kColumnTile)
-    value_tile<T, Rows, kColumnTile>(weights, chunk, args.head_dim, dim, rescale, out);
-  for (; dim < args.head_dim; dim += 16) value_tile<T, Rows, 1>(weights, chunk, args.head_dim, dim, rescale, out);
+  const auto values = [&]<bool Prefetch>() {
+    int dim = 0;
+    for (; dim + 16 * kColumnTile <= args.head_dim; dim += 16 * kColumnTile)
+      value_tile<T, Rows, kColumnTile, Prefetch>(weights, chunk, args.head_dim, dim, rescale, out);
+    for (; dim < args.head_dim; dim += 16)
+      value_tile<T, Rows, 1, Prefetch>(weights, chunk, args.head_dim, dim, rescale, out);
+  };
+  if (prefetch_next)
+    values.template operator()<true>();
+  else
+    values.template operator()<false>();
 }
 
 template <class T, int Rows>

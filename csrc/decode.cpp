@@ -90,7 +90,7 @@ void Engine::score_and_rank(const LayerCall& call, const Batch& batch) {
     const Span& span = spans_[s];
     const Item& item = items_[span.item];
     const int candidates = item.candidate_end - item.candidate_begin;
-    static thread_local std::vector<float> prepared;
+    static thread_local std::vector<float> prepared;  // room for the widest operands
     static thread_local std::vector<const void*> queries;
     prepared.resize(int64_t{group} * layout.summary_elements());
     queries.resize(group);
@@ -112,7 +112,7 @@ void Engine::score_and_rank(const LayerCall& call, const Batch& batch) {
     float* scores = scores_.data() + item.score_offset;
     float* grouped = scores + int64_t{group} * candidates;
     kernels_.group_scores(scores, candidates, group, candidates, grouped);
-    item.rank.build(grouped, candidates, item.candidate_begin);
+    item.rank.build(kernels_, grouped, candidates, item.candidate_begin);
     if (!item.progressive) item.rank.next(item.budget, item.order);
   });
 }

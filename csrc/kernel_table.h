@@ -51,6 +51,8 @@ struct Kernels {
   // Page scores of a group's rows (row r at scores + r * stride) -> group scores: the largest, over the rows, of the
   // logarithm of the page's estimated share of that row's candidates. With one row its scores are kept.
   void (*group_scores)(const float* scores, int64_t stride, int rows, int count, float* out);
+  // out[i] = the bucket of scores[i], 0 for the highest of them to buckets - 1 for the lowest, evenly over their range.
+  void (*bucket_scores)(const float* scores, int count, int buckets, uint16_t* out);
   // K and V of `count` tokens into one page from token `offset` on; strides in elements.
   void (*write_page)(char* page, int offset, int count, int head_dim, const void* key, int64_t key_stride,
                      const void* value, int64_t value_stride);

@@ -20,90 +20,142 @@ static const void* prepare_query(const void* query, int head_dim, void* scratch)
 
 template <class T>
 static void prepare_summary_query(const void* query, int head_dim, Summary summary, void* scratch) {
-  float* out = static_cast<float*>(scratch);
+  typename T::Operand* out = static_cast<typename T::Operand*>(scratch);
   const char* in = static_cast<const char*>(query);
   for (int d = 0; d < head_dim; d += 16) {
     const vf q = T::load_elements(in + d * sizeof(typename T::Element));
     if (summary == Summary::minmax) {
-      store(out + d, max(q, zero()));
-      store(out + head_dim + d, min(q, zero()));
+      T::store_operands(out + d, max(q, zero()));
+      T::store_operands(out + head_dim + d, min(q, zero()));
     } else {
-      store(out + d, q);
+      T::store_operands(out + d, q);
     }
   }
 }
 
+inline constexpr int kScorePages = 4;  // pages scored together, so that their sums across lanes are taken together
+
 template <class T, int Rows>
-static inline void score_page(const ScoreArgs& args, int first_row, const char* summary, const char* ahead, int index) {
-  constexpr int kBytes = 16 * static_cast<int>(sizeof(typename T::Element));
-  vf acc[Rows][2];
-  for (int r = 0; r < Rows; ++r) acc[r][0] = acc[r][1] = zero();
-  int e = 0;
-  for (; e + 32 <= args.summary_elements; e += 32) {
-    const vf s0 = T::load_elements(summary + e / 16 * kBytes);
-    const vf s1 = T::load_elements(summary + e / 16 * kBytes + kBytes);
-    prefetch(ahead + e / 16 * kBytes);
-    for (int r = 0; r < Rows; ++r) {
-      const float* q = static_cast<const float*>(args.queries[first_row + r]) + e;
-      acc[r][0] = fma(s0, load(q), acc[r][0]);
-      acc[r][1] = fma(s1, load(q + 16), acc[r][1]);
-    }
-  }
-  if (e < args.summary_elements) {
-    const vf s0 = T::load_elements(summary + e / 16 * kBytes);
-    for (int r = 0; r < Rows; ++r)
-      acc[r][0] = fma(s0, load(static_cast<const float*>(args.queries[first_row + r]) + e), acc[r][0]);
-  }
+static inline void score_pages(const ScoreArgs& args, int first_row, const char* const* summaries,
+                               const char* const* ahead, int index, int pages) {
+  vf acc[Rows][kScorePages];
   for (int r = 0; r < Rows; ++r)
-    args.scores[(first_row + r) * args.score_stride + index] = reduce_add(add(acc[r][0], acc[r][1])) * args.scale;
+    for (int p = 0; p < kScorePages; ++p) acc[r][p] = zero();
+  for (int e = 0; e < args.summary_elements; e += T::run_elements) {
+    const int count = args.summary_elements - e < T::run_elements ? args.summary_elements - e : T::run_elements;
+    typename T::Run run[kScorePages];
+    for (int p = 0; p < kScorePages; ++p) {
+      run[p] = T::load_run(summaries[p] + e * sizeof(typename T::Element), count);
+      if (first_row == 0) prefetch(ahead[p] + e * sizeof(typename T::Element));
+    }
+    for (int r = 0; r < Rows; ++r) {
+      const typename T::Run q = T::load_operands(static_cast<const typename T::Operand*>(args.queries[first_row + r]) + e, count);
+      for (int p = 0; p < kScorePages; ++p) acc[r][p] = T::multiply_run(acc[r][p], run[p], q);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    float sums[kScorePages];
+    reduce_add4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], args.scale, sums);
+    float* out = args.scores + (first_row + r) * args.score_stride + index;
+    for (int p = 0; p < pages; ++p) out[p] = sums[p];
+  }
 }
 
 template <class T, int Rows>
-static inline void score_page_tile(const ScoreArgs& args, int first_row, int rows, const char* summary,
-                                   const char* ahead, int index) {
+static inline void score_row_tile(const ScoreArgs& args, int first_row, int rows, const char* const* summaries,
+                                  const char* const* ahead, int index, int pages) {
   if (rows == Rows) {
-    score_page<T, Rows>(args, first_row, summary, ahead, index);
+    score_pages<T, Rows>(args, first_row, summaries, ahead, index, pages);
   } else if constexpr (Rows > 1) {
-    score_page_tile<T, Rows - 1>(args, first_row, rows, summary, ahead, index);
+    score_row_tile<T, Rows - 1>(args, first_row, rows, summaries, ahead, index, pages);
   }
 }
+
+// The summaries of consecutive pages, without a division a page.
+struct SummaryWalk {
+  const PageTable* table;
+  int block;
+  int in_block;
+
+  SummaryWalk(const PageTable& t, int page) : table(&t), block(page / t.pages_per_block), in_block(page % t.pages_per_block) {}
+  const char* get() const {
+    return table->base + table->block_table[block] * table->block_stride + table->pages_per_block * table->page_bytes +
+           in_block * table->summary_bytes;
+  }
+  void advance() {
+    if (++in_block == table->pages_per_block) {
+      in_block = 0;
+      ++block;
+    }
+  }
+};
 
 template <class T>
 static void score(const ScoreArgs& args) {
   constexpr int kPagesAhead = 16;
-  const int last = args.page_begin + args.num_pages - 1;
-  for (int i = 0; i < args.num_pages; ++i) {
-    const int page = args.page_begin + i;
-    const char* summary = args.table.summary(page);
-    const char* ahead = args.table.summary(page + kPagesAhead < last ? page + kPagesAhead : last);
+  SummaryWalk here(args.table, args.page_begin);
+  SummaryWalk ahead(args.table, args.page_begin + (kPagesAhead < args.num_pages ? kPagesAhead : 0));
+  for (int i = 0; i < args.num_pages; i += kScorePages) {
+    const int pages = args.num_pages - i < kScorePages ? args.num_pages - i : kScorePages;
+    const char* summaries[kScorePages];
+    const char* next[kScorePages];
+    for (int p = 0; p < kScorePages; ++p) {
+      summaries[p] = p < pages ? here.get() : summaries[0];
+      if (p < pages) here.advance();
+      next[p] = ahead.get();
+      if (i + p + kPagesAhead + 1 < args.num_pages) ahead.advance();
+    }
     for (int row = 0; row < args.rows; row += 4)
-      score_page_tile<T, 4>(args, row, args.rows - row < 4 ? args.rows - row : 4, summary, ahead, i);
+      score_row_tile<T, 4>(args, row, args.rows - row < 4 ? args.rows - row : 4, summaries, next, i, pages);
   }
 }
 
 static void group_scores(const float* scores, int64_t stride, int rows, int count, float* out) {
   const float minus_infinity = -__builtin_inff();
-  alignas(64) float last[16];
   const int whole = count / 16 * 16;
+  alignas(64) float last[16];
   for (int r = 0; r < rows; ++r) {
     const float* row = scores + r * stride;
-    for (int i = 0; i < 16; ++i) last[i] = whole + i < count ? row[whole + i] : minus_infinity;
-    if (rows == 1) {
-      for (int i = 0; i < count; ++i) out[i] = row[i];
-      return;
+    float lse = 0.0f;  // one row alone keeps its scores
+    if (rows > 1) {
+      for (int i = 0; i < 16; ++i) last[i] = whole + i < count ? row[whole + i] : minus_infinity;
+      vf highest = load(last);
+      for (int i = 0; i < whole; i += 16) highest = max(highest, load(row + i));
+      const float high = reduce_max(highest);
+      const vf shift = set1(-high);
+      vf sum = exp_nonpositive(add(load(last), shift));
+      for (int i = 0; i < whole; i += 16) sum = add(sum, exp_nonpositive(add(load(row + i), shift)));
+      lse = high + natural_log(reduce_add(sum));
     }
-    vf highest = load(last);
-    for (int i = 0; i < whole; i += 16) highest = max(highest, load(row + i));
-    const float high = reduce_max(highest);
-    const vf shift = set1(-high);
-    vf sum = exp_nonpositive(add(load(last), shift));
-    for (int i = 0; i < whole; i += 16) sum = add(sum, exp_nonpositive(add(load(row + i), shift)));
-    const float lse = high + natural_log(reduce_add(sum));
-    for (int i = 0; i < count; ++i) {
+    const vf shift = set1(-lse);
+    for (int i = 0; i < whole; i += 16) {
+      const vf share = add(load(row + i), shift);
+      store(out + i, r == 0 ? share : max(load(out + i), share));
+    }
+    for (int i = whole; i < count; ++i) {
       const float share = row[i] - lse;
       out[i] = r == 0 || share > out[i] ? share : out[i];
     }
   }
+}
+
+static void bucket_scores(const float* scores, int count, int buckets, uint16_t* out) {
+  const float infinity = __builtin_inff();
+  const int whole = count / 16 * 16;
+  vf low = set1(infinity);
+  vf high = set1(-infinity);
+  for (int i = 0; i < whole; i += 16) {
+    low = min(low, load(scores + i));
+    high = max(high, load(scores + i));
+  }
+  float lowest = reduce_min(low);
+  float highest = reduce_max(high);
+  for (int i = whole; i < count; ++i) {
+    lowest = scores[i] < lowest ? scores[i] : lowest;
+    highest = scores[i] > highest ? scores[i] : highest;
+  }
+  const float factor = highest > lowest ? static_cast<float>(buckets - 1) / (highest - lowest) : 0.0f;
+  for (int i = 0; i < count; ++i) out[i] = static_cast<uint16_t>(static_cast<int>((highest - scores[i]) * factor));
 }
 
 template <class T>
@@ -175,5 +227,6 @@ static float stream(const char* bytes, int64_t size) {
 }
 
 template <class T>
-inline constexpr Kernels kKernels = {query_bytes<T>, prepare_query<T>, prepare_summary_query<T>, attend<T>,    score<T>,
-                                     group_scores,   write_page<T>,    summarize<T>,             store_row<T>, stream};
+inline constexpr Kernels kKernels = {query_bytes<T>, prepare_query<T>, prepare_summary_query<T>, attend<T>, score<T>,
+                                     group_scores,   bucket_scores,    write_page<T>,            summarize<T>, store_row<T>,
+                                     stream};

@@ -4,17 +4,18 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernel_table.h"
+
 namespace hybrid_sparse {
 
 // Counting sort into score buckets, each sorted when it is reached: reading the best k of n pages costs
 // O(n + k log k) with a small constant, where a full sort of 8192 pages would take half a millisecond.
 class RankedPages {
  public:
-  // scores[i] belongs to page first_page + i. Equal scores rank by page number. -inf and NaN rank last.
-  void build(const float* scores, int count, int first_page);
+  // scores[i], finite, belongs to page first_page + i. Equal scores rank by page number.
+  void build(const Kernels& kernels, const float* scores, int count, int first_page);
   // The next `count` pages in rank order, fewer at the end; appended to `out`. Returns how many.
   int next(int count, std::vector<int32_t>& out);
-  int remaining() const { return static_cast<int>(entries_.size()) - position_; }
 
  private:
   struct Entry {

@@ -15,6 +15,14 @@ struct F32 {
   static inline float to_float(Element x) { return x; }
   static inline Element from_float(float x) { return x; }
   static inline void store_weights(Op* out, const float* weights) { store(&out->x, load(weights)); }
+  // A run of summary elements and of prepared summary operands (float).
+  using Operand = float;
+  using Run = vf;
+  static constexpr int run_elements = 16;
+  static inline Run load_run(const char* p, int) { return load_elements(p); }
+  static inline Run load_operands(const Operand* p, int) { return load(p); }
+  static inline vf multiply_run(vf acc, Run a, Run b) { return fma(a, b, acc); }
+  static inline void store_operands(Operand* out, vf x) { store(out, x); }
 };
 
 struct F16 {
@@ -30,6 +38,14 @@ struct F16 {
   static inline float to_float(Element x) { return f16_to_float(x); }
   static inline Element from_float(float x) { return float_to_f16(x); }
   static inline void store_weights(Op* out, const float* weights) { store(&out->x, load(weights)); }
+  // A run of summary elements and of prepared summary operands (float).
+  using Operand = float;
+  using Run = vf;
+  static constexpr int run_elements = 16;
+  static inline Run load_run(const char* p, int) { return load_elements(p); }
+  static inline Run load_operands(const Operand* p, int) { return load(p); }
+  static inline vf multiply_run(vf acc, Run a, Run b) { return fma(a, b, acc); }
+  static inline void store_operands(Operand* out, vf x) { store(out, x); }
 };
 
 struct Bf16 {
@@ -49,6 +65,14 @@ struct Bf16 {
   static inline float to_float(Element x) { return bf16_to_float(x); }
   static inline Element from_float(float x) { return float_to_bf16(x); }
   static inline void store_weights(Op* out, const float* weights) { store(&out->even, load(weights)); }
+  // A run of summary elements and of prepared summary operands (float).
+  using Operand = float;
+  using Run = vf;
+  static constexpr int run_elements = 16;
+  static inline Run load_run(const char* p, int) { return load_elements(p); }
+  static inline Run load_operands(const Operand* p, int) { return load(p); }
+  static inline vf multiply_run(vf acc, Run a, Run b) { return fma(a, b, acc); }
+  static inline void store_operands(Operand* out, vf x) { store(out, x); }
 };
 
 #ifdef HYBRID_SPARSE_BF16_DOT
@@ -67,6 +91,18 @@ struct Bf16Dot {
   static inline Element from_float(float x) { return float_to_bf16(x); }
   static inline void store_weights(Op* out, const float* weights) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(load(weights)));
+  }
+  // A run of summary elements and of prepared summary operands (bf16); `count` is 32 or, for an odd last run, 16.
+  using Operand = uint16_t;
+  using Run = __m512bh;
+  static constexpr int run_elements = 32;
+  static inline Run load_run(const char* p, int count) {
+    return (__m512bh)(count == 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16(0xffffu, p));
+  }
+  static inline Run load_operands(const Operand* p, int count) { return load_run(reinterpret_cast<const char*>(p), count); }
+  static inline vf multiply_run(vf acc, Run a, Run b) { return _mm512_dpbf16_ps(acc, a, b); }
+  static inline void store_operands(Operand* out, vf x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(x));
   }
 };
 #endif

@@ -39,6 +39,16 @@ static inline float reduce_min(vf x) {
   return _mm_cvtss_f32(_mm_min_ss(h, _mm_movehdup_ps(h)));
 }
 
+// out[i] = scale * sum of the lanes of the i-th argument.
+static inline __m128 halves(vf x) {
+  const __m256 s = _mm256_add_ps(x.a, x.b);
+  return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+}
+static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) {
+  const __m128 s = _mm_hadd_ps(_mm_hadd_ps(halves(a), halves(b)), _mm_hadd_ps(halves(c), halves(d)));
+  _mm_storeu_ps(out, _mm_mul_ps(s, _mm_set1_ps(scale)));
+}
+
 // Lanes from `count` on become `fill`.
 static inline vf keep_first(vf x, int count, float fill) {
   const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

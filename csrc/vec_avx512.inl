@@ -18,6 +18,16 @@ static inline float reduce_add(vf x) { return _mm512_reduce_add_ps(x); }
 static inline float reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
 static inline float reduce_min(vf x) { return _mm512_reduce_min_ps(x); }
 
+// out[i] = scale * sum of the lanes of the i-th argument.
+static inline __m128 halves(vf x) {
+  const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+}
+static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) {
+  const __m128 s = _mm_hadd_ps(_mm_hadd_ps(halves(a), halves(b)), _mm_hadd_ps(halves(c), halves(d)));
+  _mm_storeu_ps(out, _mm_mul_ps(s, _mm_set1_ps(scale)));
+}
+
 // Lanes from `count` on become `fill`.
 static inline vf keep_first(vf x, int count, float fill) {
   const __mmask16 kept = static_cast<__mmask16>((1u << count) - 1u);

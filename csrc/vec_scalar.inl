@@ -21,6 +21,14 @@ static inline float reduce_add(vf x) { float r = 0; HYBRID_SPARSE_LANES r += x.v
 static inline float reduce_max(vf x) { float r = x.v[0]; HYBRID_SPARSE_LANES r = r > x.v[i] ? r : x.v[i]; return r; }
 static inline float reduce_min(vf x) { float r = x.v[0]; HYBRID_SPARSE_LANES r = r < x.v[i] ? r : x.v[i]; return r; }
 
+// out[i] = scale * sum of the lanes of the i-th argument.
+static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) {
+  out[0] = reduce_add(a) * scale;
+  out[1] = reduce_add(b) * scale;
+  out[2] = reduce_add(c) * scale;
+  out[3] = reduce_add(d) * scale;
+}
+
 // Lanes from `count` on become `fill`.
 static inline vf keep_first(vf x, int count, float fill) {
   for (int i = count < 0 ? 0 : count; i < 16; ++i) x.v[i] = fill;
