@@ -11,7 +11,8 @@ struct Chunk {
   const char* values[kChunkPages];
   const char* next[kChunkPages];  // pages of the following chunk: fetched while this one is computed, K with K, V with V
   int first_token[kChunkPages];
-  int value_steps[kChunkPages];  // steps that hold tokens which some row sees; 0 for a filler page
+  int value_steps[kChunkPages];  // steps all of whose tokens some row sees; 0 for a filler page
+  bool half_step[kChunkPages];   // one more step, of which only the first token is there: the rest is not ours to read
   int pages;
 };
 
@@ -60,6 +61,15 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
       for (int r = 0; r < Rows; ++r) {
         const typename T::Broadcast w = T::broadcast(weights + r * kOpsPerRow + page * kOpsPerPage + s);
         for (int j = 0; j < Columns; ++j) acc[r][j] = T::multiply_add(acc[r][j], v[j], w);
+      }
+    }
+    if constexpr (T::pack == 2) {
+      if (!chunk.half_step[page]) continue;
+      const int s = chunk.value_steps[page];
+      for (int j = 0; j < Columns; ++j) {
+        const typename T::Step v = T::load_half_step(value + s * step_bytes + j * kColumnBytes);
+        for (int r = 0; r < Rows; ++r)
+          acc[r][j] = T::multiply_add(acc[r][j], v, T::broadcast(weights + r * kOpsPerRow + page * kOpsPerPage + s));
       }
     }
   }
@@ -187,7 +197,8 @@ static void attend(const AttendArgs& args) {
       chunk.first_token[i] = i < chunk.pages ? number(begin + i) * kPageTokens : 0;
       const int seen = i < chunk.pages ? furthest - chunk.first_token[i] : 0;
       const int tokens = seen < 0 ? 0 : seen < kPageTokens ? seen : kPageTokens;
-      chunk.value_steps[i] = (tokens + T::pack - 1) / T::pack;
+      chunk.value_steps[i] = tokens / T::pack;
+      chunk.half_step[i] = tokens % T::pack != 0;
     }
     if (more) {
       for (int i = 0; i < kChunkPages; ++i) {

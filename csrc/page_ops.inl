@@ -35,78 +35,83 @@ static void prepare_summary_query(const void* query, int head_dim, Summary summa
 
 inline constexpr int kScorePages = 4;  // pages scored together, so that their sums across lanes are taken together
 
-template <class T, int Rows>
-static inline void score_pages(const ScoreArgs& args, int first_row, const char* const* summaries,
-                               const char* const* ahead, int index, int pages) {
+// Rows against `Pages` summaries that lie one after another; `ahead` is where the same pages of a later block lie.
+template <class T, int Rows, int Pages>
+static inline void score_tile(const ScoreArgs& args, int first_row, const char* summaries, const char* ahead,
+                              float* scores) {
+  using Operand = typename T::Operand;
+  const int64_t bytes = args.table.summary_bytes;
+  const int elements = args.summary_elements;
+  const Operand* queries[Rows];
+  for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const Operand*>(args.queries[first_row + r]);
   vf acc[Rows][kScorePages];
   for (int r = 0; r < Rows; ++r)
     for (int p = 0; p < kScorePages; ++p) acc[r][p] = zero();
-  for (int e = 0; e < args.summary_elements; e += T::run_elements) {
-    const int count = args.summary_elements - e < T::run_elements ? args.summary_elements - e : T::run_elements;
-    typename T::Run run[kScorePages];
-    for (int p = 0; p < kScorePages; ++p) {
-      run[p] = T::load_run(summaries[p] + e * sizeof(typename T::Element), count);
-      if (first_row == 0) prefetch(ahead[p] + e * sizeof(typename T::Element));
+  const auto add_run = [&](int e, int count) {
+    typename T::Run run[Pages];
+    for (int p = 0; p < Pages; ++p) {
+      const int64_t at = p * bytes + e * static_cast<int64_t>(sizeof(typename T::Element));
+      run[p] = T::load_run(summaries + at, count);
+      prefetch(ahead + at);
     }
     for (int r = 0; r < Rows; ++r) {
-      const typename T::Run q = T::load_operands(static_cast<const typename T::Operand*>(args.queries[first_row + r]) + e, count);
-      for (int p = 0; p < kScorePages; ++p) acc[r][p] = T::multiply_run(acc[r][p], run[p], q);
+      const typename T::Run q = T::load_operands(queries[r] + e, count);
+      for (int p = 0; p < Pages; ++p) acc[r][p] = T::multiply_run(acc[r][p], run[p], q);
     }
-  }
+  };
+  int e = 0;
+  for (; e + T::run_elements <= elements; e += T::run_elements) add_run(e, T::run_elements);
+  if (e < elements) add_run(e, elements - e);
   for (int r = 0; r < Rows; ++r) {
-    float sums[kScorePages];
-    reduce_add4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], args.scale, sums);
-    float* out = args.scores + (first_row + r) * args.score_stride + index;
-    for (int p = 0; p < pages; ++p) out[p] = sums[p];
-  }
-}
-
-template <class T, int Rows>
-static inline void score_row_tile(const ScoreArgs& args, int first_row, int rows, const char* const* summaries,
-                                  const char* const* ahead, int index, int pages) {
-  if (rows == Rows) {
-    score_pages<T, Rows>(args, first_row, summaries, ahead, index, pages);
-  } else if constexpr (Rows > 1) {
-    score_row_tile<T, Rows - 1>(args, first_row, rows, summaries, ahead, index, pages);
-  }
-}
-
-// The summaries of consecutive pages, without a division a page.
-struct SummaryWalk {
-  const PageTable* table;
-  int block;
-  int in_block;
-
-  SummaryWalk(const PageTable& t, int page) : table(&t), block(page / t.pages_per_block), in_block(page % t.pages_per_block) {}
-  const char* get() const {
-    return table->base + table->block_table[block] * table->block_stride + table->pages_per_block * table->page_bytes +
-           in_block * table->summary_bytes;
-  }
-  void advance() {
-    if (++in_block == table->pages_per_block) {
-      in_block = 0;
-      ++block;
+    float* out = scores + (first_row + r) * args.score_stride;
+    if constexpr (Pages == kScorePages) {
+      reduce_add4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], args.scale, out);
+    } else {
+      for (int p = 0; p < Pages; ++p) out[p] = reduce_add(acc[r][p]) * args.scale;
     }
   }
-};
+}
+
+template <class T, int Rows, int Pages>
+static inline void score_row_tile(const ScoreArgs& args, int first_row, int rows, const char* summaries,
+                                  const char* ahead, float* scores) {
+  if (rows == Rows) {
+    score_tile<T, Rows, Pages>(args, first_row, summaries, ahead, scores);
+  } else if constexpr (Rows > 1) {
+    score_row_tile<T, Rows - 1, Pages>(args, first_row, rows, summaries, ahead, scores);
+  }
+}
 
 template <class T>
 static void score(const ScoreArgs& args) {
-  constexpr int kPagesAhead = 16;
-  SummaryWalk here(args.table, args.page_begin);
-  SummaryWalk ahead(args.table, args.page_begin + (kPagesAhead < args.num_pages ? kPagesAhead : 0));
-  for (int i = 0; i < args.num_pages; i += kScorePages) {
-    const int pages = args.num_pages - i < kScorePages ? args.num_pages - i : kScorePages;
-    const char* summaries[kScorePages];
-    const char* next[kScorePages];
-    for (int p = 0; p < kScorePages; ++p) {
-      summaries[p] = p < pages ? here.get() : summaries[0];
-      if (p < pages) here.advance();
-      next[p] = ahead.get();
-      if (i + p + kPagesAhead + 1 < args.num_pages) ahead.advance();
+  constexpr int kPagesAhead = 32;
+  constexpr int kRows = 4;
+  const PageTable& table = args.table;
+  const int per_block = table.pages_per_block;
+  const int blocks_ahead = (kPagesAhead + per_block - 1) / per_block;
+  const int last_block = (args.page_begin + args.num_pages - 1) / per_block;
+  const auto summaries_of = [&](int block) {
+    return table.base + table.block_table[block] * table.block_stride + per_block * table.page_bytes;
+  };
+  int done = 0;
+  int in_block = args.page_begin % per_block;
+  for (int block = args.page_begin / per_block; done < args.num_pages; ++block, in_block = 0) {
+    const char* here = summaries_of(block);
+    const char* ahead = summaries_of(block + blocks_ahead < last_block ? block + blocks_ahead : last_block);
+    const int end = per_block - in_block < args.num_pages - done ? per_block : in_block + args.num_pages - done;
+    while (in_block < end) {
+      const bool whole = end - in_block >= kScorePages;
+      const int64_t at = in_block * table.summary_bytes;
+      for (int row = 0; row < args.rows; row += kRows) {
+        const int rows = args.rows - row < kRows ? args.rows - row : kRows;
+        if (whole)
+          score_row_tile<T, kRows, kScorePages>(args, row, rows, here + at, ahead + at, args.scores + done);
+        else
+          score_row_tile<T, kRows, 1>(args, row, rows, here + at, ahead + at, args.scores + done);
+      }
+      in_block += whole ? kScorePages : 1;
+      done += whole ? kScorePages : 1;
     }
-    for (int row = 0; row < args.rows; row += 4)
-      score_row_tile<T, 4>(args, row, args.rows - row < 4 ? args.rows - row : 4, summaries, next, i, pages);
   }
 }
 
@@ -175,14 +180,6 @@ static void write_page(char* page, int offset, int count, int head_dim, const vo
     const int token = offset + t;
     Element* row = v_out + int64_t{token / T::pack} * head_dim * T::pack + token % T::pack;
     for (int d = 0; d < head_dim; ++d) row[d * T::pack] = v_in[t * value_stride + d];
-  }
-  // A token that shares its pair with one not written yet is multiplied along with it, weight 0: no NaN may lie there.
-  if constexpr (T::pack == 2) {
-    const int next = offset + count;
-    if (next % 2 == 1) {
-      Element* row = v_out + int64_t{next / 2} * head_dim * 2 + 1;
-      for (int d = 0; d < head_dim; ++d) row[d * 2] = 0;
-    }
   }
 }
 

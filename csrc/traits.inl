@@ -59,6 +59,11 @@ struct Bf16 {
     load_bf16_pairs(p, s.even, s.odd);
     return s;
   }
+  static inline Step load_half_step(const char* p) {
+    Step s = load_step(p);
+    s.odd = zero();
+    return s;
+  }
   static inline Broadcast broadcast(const Op* op) { return {set1(op->even), set1(op->odd)}; }
   static inline vf multiply_add(vf acc, Step s, Broadcast b) { return fma(s.odd, b.odd, fma(s.even, b.even, acc)); }
   static inline vf load_elements(const char* p) { return load_bf16(p); }
@@ -84,6 +89,9 @@ struct Bf16Dot {
   using Broadcast = __m512bh;
   static constexpr int pack = 2;
   static inline Step load_step(const char* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static inline Step load_half_step(const char* p) {
+    return (__m512bh)_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(0xffff));
+  }
   static inline Broadcast broadcast(const Op* op) { return (__m512bh)_mm512_set1_epi32(static_cast<int>(op->pair)); }
   static inline vf multiply_add(vf acc, Step s, Broadcast b) { return _mm512_dpbf16_ps(acc, s, b); }
   static inline vf load_elements(const char* p) { return load_bf16(p); }

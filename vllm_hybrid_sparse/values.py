@@ -8,6 +8,9 @@ from vllm_hybrid_sparse.errors import ConfigError
 PAGE_TOKENS = 16
 """Tokens of a page. The native page layout has one vector lane a token, so this is a constant, not a setting."""
 
+MAX_HEAD_DIM = 512
+"""Largest head dimension that the kernels take; every multiple of 16 up to it is."""
+
 SUMMARY_VECTORS = {"minmax": 2, "cuboid_mean": 1}
 """Vectors of `head_dim` values that each kind of summary keeps of a page: minmax (max, min), cuboid_mean (centre)."""
 

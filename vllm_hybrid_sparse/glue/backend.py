@@ -9,9 +9,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_hybrid_sparse.glue.registration import BACKEND_NAME
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.glue.support import MAX_HEAD_DIM
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES
-from vllm_hybrid_sparse.values import PAGE_TOKENS, SUMMARY_VECTORS
+from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS, SUMMARY_VECTORS
 
 
 class HybridSparseBackend(AttentionBackend):

@@ -41,7 +41,9 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             if given is not None:
                 raise ConfigError(f"{name}: {why} (attention backend hybrid_sparse)")
         if attn_type != AttentionType.DECODER:
-            raise ConfigError(f"attn_type={attn_type}: only decoder attention is supported (attention backend hybrid_sparse)")
+            raise ConfigError(
+                f"attn_type={attn_type}: only decoder attention is supported (attention backend hybrid_sparse)"
+            )
         if not kv_dtype_fits(kv_cache_dtype, dtype):
             raise ConfigError(f"kv_cache_dtype={kv_cache_dtype}: must be auto (attention backend hybrid_sparse)")
         self.num_heads = num_heads
@@ -81,7 +83,9 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         kv_cache        [blocks, kv_heads, block_tokens, state_content]   the layout is ours (`memory/layout.py`)
         """
         if output_scale is not None or output_block_scale is not None:
-            raise ConfigError("output_scale: fused output quantisation is not supported (attention backend hybrid_sparse)")
+            raise ConfigError(
+                "output_scale: fused output quantisation is not supported (attention backend hybrid_sparse)"
+            )
         if attn_metadata is None:  # vLLM's profiling run
             return output.zero_()
         self._attention.forward(

@@ -35,7 +35,7 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,  # noqa: ARG002
     ) -> HybridSparseMetadata:
-        """A request decodes, and so attends sparsely, once its whole prompt is in the cache; before that it is exact."""
+        """A request decodes, and so attends sparsely, once its whole prompt is cached; before that it is exact."""
         meta = common_attn_metadata
         requests = meta.num_reqs
         prefilling = meta.is_prefilling

@@ -10,7 +10,7 @@ _HOOKED = "_hybrid_sparse_hooked"
 
 
 def register() -> None:
-    """Name the backend and let vLLM's CPU platform select it; nothing else changes, and nothing unless it is selected."""
+    """Name the backend and let vLLM's CPU platform select it; where it is not selected, nothing changes."""
     member()
     from vllm.platforms import current_platform  # noqa: PLC0415  (resolves the platform: not before plugins load)
 
@@ -27,16 +27,16 @@ def _hook_cpu_platform(platform: Any) -> None:
     choose_backend = platform.get_attn_backend_cls.__func__
     update_config = platform.check_and_update_config.__func__
 
-    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> str:
+    def get_attn_backend_cls(cls: Any, /, selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:
         if not is_selected(selected_backend):
-            path: str = choose_backend(cls, selected_backend, attn_selector_config, *args, **kwargs)
+            path: str = choose_backend(cls, selected_backend, attn_selector_config, **kwargs)
             return path
         from vllm_hybrid_sparse.glue.support import refuse_layer  # noqa: PLC0415  (imports torch)
 
         refuse_layer(attn_selector_config)
         return BACKEND_PATH
 
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+    def check_and_update_config(cls: Any, /, vllm_config: Any) -> None:
         if is_selected(vllm_config.attention_config.backend):
             from vllm_hybrid_sparse.glue.support import refuse_config  # noqa: PLC0415
 

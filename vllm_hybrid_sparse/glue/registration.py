@@ -18,7 +18,7 @@ def member() -> AttentionBackendEnum:
     registered = AttentionBackendEnum.__members__.get(BACKEND_NAME)
     if registered is None:
         registered = AttentionBackendEnum.register(BACKEND_NAME, BACKEND_PATH)
-        registered.__reduce_ex__ = _reduce_to_member  # type: ignore[method-assign]
+        registered.__reduce_ex__ = _reduce_to_member
     return registered
 
 

@@ -7,18 +7,14 @@ import torch
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, supported_isas
-from vllm_hybrid_sparse.values import PAGE_TOKENS
-
-MAX_HEAD_DIM = 512
+from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS
 
 
 def refuse_config(vllm_config: Any) -> None:
     """Check a whole configuration before any process is started. Raises ConfigError."""
     settings = settings_of(vllm_config)
     if settings.isa not in ("auto", *supported_isas()):
-        raise ConfigError(
-            f"hybrid_sparse.isa={settings.isa!r}: this machine runs {', '.join(supported_isas())}"
-        )
+        raise ConfigError(f"hybrid_sparse.isa={settings.isa!r}: this machine runs {', '.join(supported_isas())}")
     cache = vllm_config.cache_config
     if cache is not None:
         _refuse_cache(cache)
@@ -93,7 +89,7 @@ def refuse_layer(selector: Any) -> None:
     if selector.dtype not in DTYPE_NAMES:
         _refuse("dtype", selector.dtype, "must be bfloat16, float16 or float32")
     if not kv_dtype_fits(selector.kv_cache_dtype, selector.dtype):
-        _refuse("kv_cache_dtype", selector.kv_cache_dtype, f"the KV cache must have the model's own dtype, {selector.dtype}")
+        _refuse("kv_cache_dtype", selector.kv_cache_dtype, f"must be the model's own dtype, {selector.dtype}")
 
 
 def kv_dtype_fits(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> bool:

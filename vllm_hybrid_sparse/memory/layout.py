@@ -19,12 +19,11 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
-from vllm_hybrid_sparse.values import PAGE_TOKENS, SUMMARY_VECTORS
+from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS, SUMMARY_VECTORS
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 _HEAD_DIM_STEP = 16
-_MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +40,9 @@ class BlockLayout:
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(TORCH_DTYPES)}")
         if self.summary not in SUMMARY_VECTORS:
             raise ConfigError(f"summary={self.summary!r}: must be one of {', '.join(SUMMARY_VECTORS)}")
-        if self.head_dim % _HEAD_DIM_STEP or not _HEAD_DIM_STEP <= self.head_dim <= _MAX_HEAD_DIM:
+        if self.head_dim % _HEAD_DIM_STEP or not _HEAD_DIM_STEP <= self.head_dim <= MAX_HEAD_DIM:
             raise ConfigError(
-                f"head_dim={self.head_dim}: must be a multiple of {_HEAD_DIM_STEP}, {_HEAD_DIM_STEP} to {_MAX_HEAD_DIM}"
+                f"head_dim={self.head_dim}: must be a multiple of {_HEAD_DIM_STEP}, {_HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
             )
         if self.block_tokens % PAGE_TOKENS or self.block_tokens < PAGE_TOKENS:
             raise ConfigError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
+from vllm_hybrid_sparse.values import MAX_HEAD_DIM, SUMMARY_VECTORS, RetainedSet, SelectionSpec
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
@@ -83,8 +83,8 @@ class NativeBatch:
         num_tokens = int(query_start_loc[-1]) if requests else 0
         if slot_mapping.shape[0] < num_tokens or mask.shape[0] != requests:
             raise KernelError(
-                f"slot_mapping={slot_mapping.shape[0]}, decode_mask={mask.shape[0]}: must cover {num_tokens} tokens and "
-                f"{requests} requests"
+                f"slot_mapping={slot_mapping.shape[0]}, decode_mask={mask.shape[0]}: must cover {num_tokens} tokens "
+                f"and {requests} requests"
             )
         native = _native.Batch(
             requests,
@@ -132,10 +132,12 @@ class NativeAttention:
             raise KernelError(f"dtype={dtype}: must be bfloat16, float16 or float32")
         if num_kv_heads < 1 or num_q_heads % num_kv_heads:
             raise KernelError(f"num_q_heads={num_q_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
-        if head_dim < 16 or head_dim % 16:
-            raise KernelError(f"head_dim={head_dim}: must be a multiple of 16")
+        if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
+            raise KernelError(f"head_dim={head_dim}: must be a multiple of 16, 16 to {MAX_HEAD_DIM}")
         if block_tokens < 16 or block_tokens % 16:
             raise KernelError(f"block_tokens={block_tokens}: must be a multiple of 16")
+        if summary not in SUMMARY_VECTORS:
+            raise KernelError(f"summary={summary!r}: must be one of {', '.join(SUMMARY_VECTORS)}")
         names = supported_isas()
         if isa not in ("auto", *names):
             raise KernelError(f"isa={isa!r}: must be auto or one that this machine runs: {', '.join(names)}")
@@ -183,7 +185,9 @@ class NativeAttention:
             value_address, value_stride = value.data_ptr(), value.stride(0)
         block_stride = kv_cache.stride(0) * kv_cache.element_size()
         if block_stride < self._block_bytes:
-            raise KernelError(f"kv_cache: a row of {block_stride} bytes is too short for a block of {self._block_bytes}")
+            raise KernelError(
+                f"kv_cache: a row of {block_stride} bytes is too short for a block of {self._block_bytes}"
+            )
         self._engine.forward(
             kv_cache.data_ptr(),
             block_stride,

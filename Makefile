@@ -1,0 +1,40 @@
+# Every target sets up what it needs and is quick where nothing changed. `make` alone lists them.
+SHELL := bash
+PYTHON_BIN := .venv/bin/python
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench gpu-check
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+setup: ## .venv with vLLM, the tools and this project (DEVICE=cpu|cuda to choose)
+	@deploy/setup.sh
+
+demo: setup ## a real model answers over 7K tokens: stock vLLM, then hybrid_sparse
+	@.venv/bin/hybrid-sparse demo $(ARGS)
+
+test: setup ## unit tests, then system tests (servers of tiny and real models)
+	@echo "test: unit tests"
+	@$(PYTHON_BIN) -m pytest -m "not system and not gpu and not slow" $(ARGS)
+	@echo "test: system tests"
+	@$(PYTHON_BIN) -m pytest -m "system and not gpu and not slow" $(ARGS)
+
+check: setup ## ruff, formatting, types, import contracts
+	@echo "check: ruff"
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@echo "check: mypy"
+	@.venv/bin/mypy
+	@echo "check: import contracts"
+	@.venv/bin/lint-imports --no-logo
+
+bench: setup ## time per output token of both backends in turns (ARGS="--help" for its options)
+	@$(PYTHON_BIN) -m benchmarks.serving.tpot $(ARGS)
+
+gpu-check: ## the tests that need an NVIDIA GPU
+	@nvidia-smi -L 2>/dev/null | grep -q '^GPU' || \
+	  { echo "gpu-check: needs an NVIDIA GPU, and nvidia-smi lists none on this machine" >&2; exit 1; }
+	@$(MAKE) --no-print-directory setup
+	@$(PYTHON_BIN) -m pytest -m gpu $(ARGS)

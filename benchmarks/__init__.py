@@ -1,0 +1,1 @@
+"""Measurements: kernels alone, serving, and accuracy, all through the shipped code."""

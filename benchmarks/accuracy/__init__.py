@@ -1,0 +1,1 @@
+"""What sparsity costs in answers."""

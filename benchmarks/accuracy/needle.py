@@ -1,0 +1,137 @@
+"""Which needles in long texts each policy finds, beside stock vLLM: SmolLM2 in bf16 through the HTTP server.
+
+    python -m benchmarks.accuracy.needle [--text PATH] [--policies stock,default,topk-minmax] [--lengths 1024,7680]
+
+Servers run one after another. Exits with 1 where the default settings miss a needle that stock vLLM finds.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from benchmarks.accuracy.needle_prompts import ANSWER_TOKENS, CONTEXT_TOKENS, NeedlePrompt, make_needle_prompts
+from benchmarks.report import markdown_table, save
+from benchmarks.serving.backends import (
+    START_TIMEOUT_S,
+    our_args,
+    serve_args,
+    stop_servers_when_terminated,
+    thread_env,
+)
+from benchmarks.serving.streams import stream_all
+from vllm_hybrid_sparse.cli.server import Server
+from vllm_hybrid_sparse.cli.smollm2 import model_dir
+
+MODEL_TOKENS = 8192
+POLICIES: dict[str, dict[str, object] | None] = {
+    "stock": None,
+    "default": {},
+    "dense": {"policy": "dense"},
+    "progressive-minmax": {"policy": "progressive", "threshold": 0.95, "summary": "minmax"},
+    "progressive-cuboid": {"policy": "progressive", "threshold": 0.95, "summary": "cuboid_mean"},
+    "topk-minmax": {"policy": "topk", "topk_ratio": 0.05, "summary": "minmax"},
+    "topk-cuboid": {"policy": "topk", "topk_ratio": 0.05, "summary": "cuboid_mean"},
+}
+_READ = re.compile(r"hybrid_sparse: decode read .* (\d+) of (\d+) bytes")
+
+
+def ask(server: Server, tokenizer: Tokenizer, prompts: Sequence[NeedlePrompt]) -> list[str]:
+    """Return the model's answers, one prompt after another."""
+    answers = []
+    for number, prompt in enumerate(prompts, start=1):
+        begun_s = time.monotonic()
+        (stream,) = stream_all(server, [prompt.token_ids], ANSWER_TOKENS)
+        answers.append(tokenizer.decode(list(stream.token_ids)))
+        print(
+            f"    {number}/{len(prompts)}: {len(prompt.token_ids)} tokens, depth {prompt.depth}: {answers[-1]!r} "
+            f"for {prompt.fact.number}, {time.monotonic() - begun_s:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    return answers
+
+
+def share_read(log: str) -> float | None:
+    """Return the share of the KV bytes that decoding read, from a server's log; None where it says nothing."""
+    sums = [(int(read), int(total)) for read, total in _READ.findall(log)]
+    total = sum(total for _, total in sums)
+    return sum(read for read, _ in sums) / total if total else None
+
+
+def measure(
+    policy: str, model: Path, tokenizer: Tokenizer, prompts: Sequence[NeedlePrompt], log_path: Path
+) -> dict[str, object]:
+    """Serve with one policy, ask everything and return what was found."""
+    settings = POLICIES[policy]
+    args = [*serve_args(MODEL_TOKENS, MODEL_TOKENS + 1024, filled=False), "--enforce-eager"]
+    if settings is not None:
+        args += our_args(settings)
+    with Server(model, args, thread_env("all"), log_path) as server:
+        server.wait_ready(START_TIMEOUT_S)
+        answers = ask(server, tokenizer, prompts)
+    found = [prompt.fact.found_in(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    log = log_path.read_text(encoding="utf-8", errors="replace")
+    return {"policy": policy, "settings": settings, "found": found, "answers": answers, "share_read": share_read(log)}
+
+
+def show(prompts: Sequence[NeedlePrompt], results: Sequence[dict[str, object]], lengths: Sequence[int]) -> str:
+    """Return a table of needles found by policy and length."""
+    rows = []
+    for result in results:
+        found: list[bool] = result["found"]  # type: ignore[assignment]
+        row = [str(result["policy"])]
+        for length in lengths:
+            hits = [hit for prompt, hit in zip(prompts, found, strict=True) if len(prompt.token_ids) == length]
+            row.append(f"{sum(hits)} of {len(hits)}")
+        share = result["share_read"]
+        rows.append([*row, f"{sum(found)} of {len(found)}", "" if share is None else f"{share:.0%}"])
+    header = ["policy", *(f"{length} tokens" for length in lengths), "all", "KV bytes read, decoding"]
+    return markdown_table(header, rows)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", default=None, type=Path, help="text file to hide in, instead of generated prose")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="comma-separated")
+    parser.add_argument("--lengths", default=",".join(map(str, CONTEXT_TOKENS)), help="tokens, comma-separated")
+    parser.add_argument("--model", default=None, type=Path, help="instead of SmolLM2-135M-Instruct")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Ask every policy, print the table, keep the result; return 1 where the default loses a needle to stock."""
+    options = parse_arguments()
+    stop_servers_when_terminated()
+    lengths = tuple(int(length) for length in options.lengths.split(","))
+    model = options.model or model_dir()
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    prompts = make_needle_prompts(tokenizer, options.text, lengths)
+    results = []
+    with tempfile.TemporaryDirectory(prefix="needle-") as folder:
+        for policy in options.policies.split(","):
+            print(policy, file=sys.stderr, flush=True)
+            results.append(measure(policy, model, tokenizer, prompts, Path(folder) / f"{policy}.log"))
+    print(show(prompts, results, lengths))
+    tasks = [
+        {"tokens": len(prompt.token_ids), "depth": prompt.depth, "needle": prompt.fact.number} for prompt in prompts
+    ]
+    text = options.text.name if options.text else "generated prose"
+    print(f"kept in {save('needle', {'text': text, 'tasks': tasks, 'results': results})}", file=sys.stderr)
+    found = {result["policy"]: result["found"] for result in results}
+    lost = [
+        task
+        for task, stock, ours in zip(tasks, found.get("stock", []), found.get("default", []), strict=False)
+        if stock and not ours  # both were asked
+    ]
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

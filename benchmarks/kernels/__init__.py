@@ -1,0 +1,1 @@
+"""Kernels alone, against what the memory of the machine gives."""

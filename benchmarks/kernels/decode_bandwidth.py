@@ -1,0 +1,126 @@
+"""How much of the machine's read bandwidth the decode kernel reaches, counting only bytes that must be read.
+
+    python -m benchmarks.kernels.decode_bandwidth [--contexts 32768,131072] [--budgets 0.05,0.2,1]
+
+One request decodes over layers that together lie far beyond the caches. Every shape is checked against the reference
+before it is timed. Exits with 1 where a sparse budget stays below the bar.
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.kernels.decode_layers import Shape, check_step, make_arena, time_steps
+from benchmarks.report import markdown_table, save, spread
+from vllm_hybrid_sparse import _native
+from vllm_hybrid_sparse.kernels.paged_attention.native import make_thread_pool
+
+BAR = 0.70  # of the measured bandwidth, at sparse budgets
+KV_HEADS = 4
+_BANDWIDTH_BYTES = 2**30
+
+
+def numbers(kind: Callable[[str], float]) -> Callable[[str], list[float]]:
+    """Return a parser of comma-separated numbers."""
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", default=[32768, 65536, 131072], type=numbers(int), help="tokens")
+    parser.add_argument("--budgets", default=[0.05, 0.2, 1.0], type=numbers(float), help="share of the candidates")
+    parser.add_argument("--head-dims", default=[64, 128], type=numbers(int))
+    parser.add_argument("--groups", default=[1, 3, 4, 8], type=numbers(int), help="query heads of a KV head")
+    parser.add_argument("--isa", default="auto")
+    parser.add_argument("--threads", default=len(os.sched_getaffinity(0)), type=int)
+    parser.add_argument("--helpers", default="own", choices=("own", "openmp"))
+    parser.add_argument("--arena-gib", default=2.0, type=float, help="memory that the layers take together")
+    parser.add_argument("--seconds", default=1.0, type=float, help="least time of measuring a row")
+    return parser.parse_args()
+
+
+def measure_bandwidth(arena: torch.Tensor, pool: _native.ThreadPool) -> float:
+    """Return the bytes a second that all threads stream out of the arena, best of five."""
+    return _native.read_bandwidth(pool, arena.data_ptr(), min(arena.numel(), _BANDWIDTH_BYTES), 5)
+
+
+def main() -> int:
+    """Check, measure, print the table, keep the result; return 1 where the bar is missed."""
+    options = parse_arguments()
+    pool = make_thread_pool(options.threads, helpers=options.helpers)
+    arena = make_arena(int(options.arena_gib * 2**30))
+    bandwidths = [measure_bandwidth(arena, pool)]
+    measured = []
+    for head_dim, group, budget in itertools.product(options.head_dims, options.groups, options.budgets):
+        shape = Shape(head_dim=head_dim, group=group, kv_heads=KV_HEADS, budget_ratio=budget)
+        check_step(shape, pool, options.isa)
+        for tokens in options.contexts:
+            seconds, layers = time_steps(shape, tokens, arena, pool, options.isa, options.seconds)
+            must_read = shape.bytes_to_read(tokens)
+            measured.append((tokens, shape, layers, must_read, spread([second * 1e6 for second in seconds])))
+            print(f"{tokens} tokens, {shape}: {measured[-1][-1]['p50']:.0f} us", file=sys.stderr, flush=True)
+        bandwidths.append(measure_bandwidth(arena, pool))
+    bandwidth = statistics.median(bandwidths)
+
+    rows = []
+    for tokens, shape, layers, must_read, time_us in measured:
+        share = must_read / (time_us["p50"] * 1e-6) / bandwidth
+        rows.append(
+            {
+                "context_tokens": tokens,
+                "head_dim": shape.head_dim,
+                "group": shape.group,
+                "kv_heads": shape.kv_heads,
+                "budget_ratio": shape.budget_ratio,
+                "layers": layers,
+                "read_bytes": must_read,
+                "time_us": time_us,
+                "bandwidth_share": share,
+                "passed": share >= BAR if shape.budget_ratio < 1 else None,
+            }
+        )
+    isa = Shape(head_dim=64, group=1, kv_heads=1, budget_ratio=1.0).attention(pool, options.isa).isa
+    path = save(
+        "decode_bandwidth",
+        {
+            "isa": isa,
+            "threads": options.threads,
+            "helpers": options.helpers,
+            "bandwidth_bytes_per_s": bandwidth,
+            "bandwidths_bytes_per_s": bandwidths,
+            "bar": BAR,
+            "rows": rows,
+        },
+    )
+    print(f"{isa}, {options.threads} threads ({options.helpers}); the machine reads {bandwidth / 1e9:.1f} GB/s\n")
+    print(
+        markdown_table(
+            ("context", "head_dim", "group", "budget", "MB to read", "µs p50 (p20–p80)", "GB/s", "of the machine", ""),
+            [
+                (
+                    f"{row['context_tokens'] // 1024}K",
+                    str(row["head_dim"]),
+                    str(row["group"]),
+                    f"{row['budget_ratio']:.0%}",
+                    f"{row['read_bytes'] / 1e6:.2f}",
+                    f"{row['time_us']['p50']:.0f} ({row['time_us']['p20']:.0f}–{row['time_us']['p80']:.0f})",
+                    f"{row['bandwidth_share'] * bandwidth / 1e9:.1f}",
+                    f"{row['bandwidth_share']:.0%}",
+                    {None: "", True: "pass", False: "MISSED"}[row["passed"]],
+                )
+                for row in rows
+            ],
+        )
+    )
+    print(f"kept in {path}", file=sys.stderr)
+    return 0 if all(row["passed"] is not False for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

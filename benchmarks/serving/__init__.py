@@ -1,0 +1,1 @@
+"""Both backends through the HTTP server, in turns."""

@@ -1,0 +1,60 @@
+"""How stock vLLM and ours are started for a measurement: the same but for the attention backend."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+from vllm_hybrid_sparse.cli.server import Server, core_list
+
+START_TIMEOUT_S = 900  # the first start compiles
+_KV_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 2  # SmolLM2-135M in bf16: K and V, 30 layers, 3 heads of 64
+_SPARE = 1.15  # summaries and partly filled blocks
+_FILL = {"fill_mean": 0.0, "fill_std": 1.0, "startup_fill": True}  # 0 deviation would make all pages alike
+
+
+def thread_env(threads: str) -> dict[str, str]:
+    """Return the environment of a thread setting: `all` cores, vLLM's `default` binding, or a core list."""
+    if threads == "default":
+        return {}
+    return {"VLLM_CPU_OMP_THREADS_BIND": core_list() if threads == "all" else threads}
+
+
+def serve_args(model_tokens: int, cached_tokens: int, filled: bool) -> list[str]:
+    """Return what both sides are started with.
+
+    model_tokens    longest request
+    cached_tokens   room of the KV cache
+    filled          let vLLM's DecodeBenchConnector fill the KV cache, once, instead of computing prompts
+    """
+    args = [
+        "--dtype=bfloat16",
+        f"--max-model-len={model_tokens}",
+        f"--hf-overrides={json.dumps({'max_position_embeddings': model_tokens})}",
+        f"--kv-cache-memory-bytes={int(cached_tokens * _KV_BYTES_PER_TOKEN * _SPARE)}",
+    ]
+    if filled:
+        connector = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both", "kv_connector_extra_config": _FILL}
+        args.append(f"--kv-transfer-config={json.dumps(connector)}")
+    return args
+
+
+def our_args(settings: dict[str, object]) -> list[str]:
+    """Return what chooses our backend."""
+    return ["--attention-backend=hybrid_sparse", f"--additional-config={json.dumps({'hybrid_sparse': settings})}"]
+
+
+def make_pair(
+    model: Path, args: list[str], settings: dict[str, object], threads: str, log_folder: Path
+) -> dict[str, Server]:
+    """Return the two servers, not started, by the name of the side."""
+    env = thread_env(threads)
+    return {
+        "stock": Server(model, args, env, log_folder / "stock.log"),
+        "ours": Server(model, [*args, *our_args(settings)], env, log_folder / "ours.log"),
+    }
+
+
+def stop_servers_when_terminated() -> None:
+    """Make SIGTERM end this process by an exception, so that servers in `with` blocks are stopped on the way out."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))

@@ -1,0 +1,68 @@
+"""What is measured: contexts, policies, thread settings, and the bars of the project's first milestone."""
+
+from dataclasses import dataclass, field
+
+# Settings of our backend by the name of the column.
+POLICIES: dict[str, dict[str, object]] = {
+    "topk": {"policy": "topk", "topk_ratio": 0.05},
+    "dense": {"policy": "dense"},
+    "default": {},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests of one length at the same time."""
+
+    name: str
+    context_tokens: int
+    requests: int = 1
+    filled: bool = False  # the KV comes from vLLM's DecodeBenchConnector instead of a prefill
+    # Stock vLLM on two cores: 16 ms bound to one core and 17 to both at 1K, 35 and 28 at 8K; above, both win clearly.
+    threads: tuple[str, ...] = ("all",)
+    topk_bar: float | None = None  # least ratio of stock's time per output token to ours
+    dense_bar: float | None = 1.0
+    rounds: int = 3
+    fresh: bool = True  # every round computes prompts of its own; else they repeat and hit the prefix cache
+
+    @property
+    def model_tokens(self) -> int:
+        """Positions that the server must allow; cases with the same number share servers."""
+        return {1024: 2048, 8192: 9216}.get(self.context_tokens, 131072 + 1024 if self.filled else 33792)
+
+    def bar(self, policy: str) -> float | None:
+        """Return the least ratio that the policy must reach; None where nothing is asked."""
+        if self.context_tokens <= 1024:
+            return 1 / 1.05
+        return {"topk": self.topk_bar, "dense": self.dense_bar}.get(policy)
+
+
+TTFT_BAR = 1 / 1.05
+
+CASES = (
+    Case("1Kx1", 1024, threads=("all", "default"), rounds=5),
+    Case("8Kx1", 8192, topk_bar=1.45),
+    Case("8Kx4", 8192, requests=4, topk_bar=2.2, rounds=4, fresh=False),
+    Case("32Kx1", 32768, filled=True, topk_bar=2.7),
+    Case("128Kx1", 131072, filled=True, topk_bar=5.0),
+)
+FULL_CASES = (Case("32Kx1-prefill", 32768, topk_bar=2.7, rounds=1),)
+
+
+@dataclass(slots=True)
+class Samples:
+    """What one side gave in one case with one thread setting, all rounds together."""
+
+    tpot_ms: list[float] = field(default_factory=list)
+    ttft_ms: list[float] = field(default_factory=list)
+
+
+def select_cases(names: str, full: bool) -> list[Case]:
+    """Return the cases of a comma-separated list, all where it is empty; ValueError for a name that is none."""
+    known = {case.name: case for case in (*CASES, *FULL_CASES)}
+    if not names:
+        return [*CASES, *(FULL_CASES if full else ())]
+    unknown = set(names.split(",")) - set(known)
+    if unknown:
+        raise ValueError(f"cases={','.join(sorted(unknown))}: must be among {', '.join(known)}")
+    return [known[name] for name in names.split(",")]

@@ -1,0 +1,203 @@
+"""Time per output token and to the first token, stock vLLM and ours in turns on the same prompts: `make bench`.
+
+    python -m benchmarks.serving.tpot [--cases 8Kx1,32Kx1] [--policies topk,dense,default] [--full]
+
+Both servers of a pair run at the same time and are asked in turns, one idle while the other works. Times are seen by
+the streaming client. Exits with 1 where a bar is missed.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from benchmarks.report import markdown_table, save, spread
+from benchmarks.serving.backends import START_TIMEOUT_S, make_pair, serve_args, stop_servers_when_terminated
+from benchmarks.serving.cases import POLICIES, TTFT_BAR, Case, Samples, select_cases
+from benchmarks.serving.streams import stream_all, token_gaps_ms
+from vllm_hybrid_sparse.cli.prose import prose
+from vllm_hybrid_sparse.cli.server import Server
+from vllm_hybrid_sparse.cli.smollm2 import model_dir
+
+WARM_UP_TOKENS = 4  # of every stream, not counted
+SIDES = ("stock", "ours")
+
+Key = tuple[str, str, str, str]  # case, policy, threads, side
+Prompts = Callable[[Case, int], list[list[int]]]
+
+
+def say(text: str) -> None:
+    """Show progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def prompt_source(model: Path) -> Prompts:
+    """Return what makes the prompts of a case for one round: the same each time, different prose every round."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def prompts(case: Case, round_: int) -> list[list[int]]:
+        made = []
+        for request in range(case.requests):
+            if case.filled:  # the tokens are never computed
+                made.append([3 + round_] * case.context_tokens)
+                continue
+            seed = zlib.crc32(f"{case.name} {request} {round_ if case.fresh else 0}".encode())
+            text = " ".join(prose(case.context_tokens // 12, seed))
+            made.append(tokenizer.encode(text, add_special_tokens=False).ids[: case.context_tokens])
+        return made
+
+    return prompts
+
+
+def measure_case(pair: dict[str, Server], case: Case, prompts: Prompts, tokens: int) -> dict[str, Samples]:
+    """Ask both servers in turns, the first alternating, and return the samples of each side."""
+    samples = {side: Samples() for side in SIDES}
+    for round_ in range(case.rounds + (0 if case.fresh else 1)):
+        asked = prompts(case, round_)
+        for side in SIDES if round_ % 2 == 0 else reversed(SIDES):
+            streams = stream_all(pair[side], asked, tokens + WARM_UP_TOKENS)
+            if not case.fresh and round_ == 0:
+                continue  # this round has filled the prefix cache
+            samples[side].tpot_ms += token_gaps_ms(streams, WARM_UP_TOKENS)
+            if case.fresh and not case.filled:
+                samples[side].ttft_ms += [stream.ttft_ms for stream in streams]
+        medians = ", ".join(f"{side} {spread(samples[side].tpot_ms)['p50']:.1f} ms" for side in SIDES)
+        say(f"    {case.name} round {round_ + 1}: {medians} a token")
+    return samples
+
+
+def measure_pair(
+    cases: list[Case], settings: dict[str, object], threads: str, model: Path, tokens: int
+) -> dict[str, dict[str, Samples]]:
+    """Start both servers for cases that can share them, measure these, and stop the servers."""
+    cached_tokens = max(case.context_tokens * case.requests for case in cases) + 2048
+    args = serve_args(cases[0].model_tokens, cached_tokens, cases[0].filled)
+    prompts = prompt_source(model)
+    with tempfile.TemporaryDirectory(prefix="tpot-") as folder, ExitStack() as stack:
+        pair = make_pair(model, args, settings, threads, Path(folder))
+        for server in pair.values():
+            stack.enter_context(server)
+            say(f"    server ready after {server.wait_ready(START_TIMEOUT_S):.0f} s")
+        warm_up = [[3 + index % 100 for index in range(cases[0].context_tokens // 8)]]
+        for server in pair.values():
+            stream_all(server, warm_up, 2 * WARM_UP_TOKENS)
+        return {case.name: measure_case(pair, case, prompts, tokens) for case in cases}
+
+
+def groups(cases: list[Case], threads: str) -> Iterator[tuple[str, list[Case]]]:
+    """Yield the cases that can share servers, with each thread setting to try for them."""
+    kind = lambda case: (case.model_tokens, case.filled, case.threads)  # noqa: E731 - used twice, nowhere else
+    for _, members in itertools.groupby(sorted(cases, key=kind), key=kind):
+        together = list(members)
+        for setting in threads.split(";") if threads else together[0].threads:
+            yield setting, together
+
+
+def best(samples: dict[Key, Samples], case: str, policy: str, side: str, what: str) -> tuple[str, dict[str, float]]:
+    """Return the thread setting with the lowest median of `what` (tpot_ms or ttft_ms), and its spread."""
+    found = {
+        threads: spread(getattr(value, what))
+        for (name, policy_, threads, side_), value in samples.items()
+        if (name, policy_, side_) == (case, policy, side)
+    }
+    return min(found.items(), key=lambda item: item[1]["p50"])
+
+
+def summarise(samples: dict[Key, Samples], cases: list[Case], policies: list[str]) -> list[dict[str, object]]:
+    """Return one row for every case, policy and figure, each side at its best thread setting."""
+    rows: list[dict[str, object]] = []
+    for case, policy, what in itertools.product(cases, policies, ("tpot_ms", "ttft_ms")):
+        stock_threads, stock = best(samples, case.name, policy, "stock", what)
+        our_threads, ours = best(samples, case.name, policy, "ours", what)
+        if not stock["values"]:
+            continue
+        ratio = stock["p50"] / ours["p50"]
+        bar = case.bar(policy) if what == "tpot_ms" else TTFT_BAR
+        rows.append(
+            {
+                "case": case.name,
+                "policy": policy,
+                "figure": what,
+                "stock": stock,
+                "stock_threads": stock_threads,
+                "ours": ours,
+                "our_threads": our_threads,
+                "stock_over_ours": ratio,
+                "bar": bar,
+                "passed": None if bar is None else ratio >= bar,
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict[str, object]]) -> str:
+    """Return the rows as a table."""
+
+    def times(entry: dict[str, float], threads: str) -> str:
+        return f"{entry['p50']:.1f} ({entry['p20']:.1f}–{entry['p80']:.1f}) {threads}"
+
+    return markdown_table(
+        ("case", "policy", "figure", "stock p50 (p20–p80) threads", "ours", "stock ÷ ours", "bar", "result"),
+        [
+            (
+                str(row["case"]),
+                str(row["policy"]),
+                str(row["figure"]).replace("_", ", "),
+                times(row["stock"], str(row["stock_threads"])),  # type: ignore[arg-type]
+                times(row["ours"], str(row["our_threads"])),  # type: ignore[arg-type]
+                f"{row['stock_over_ours']:.2f}",
+                "" if row["bar"] is None else f"{row['bar']:.2f}",
+                {None: "", True: "pass", False: "MISSED"}[row["passed"]],  # type: ignore[index]
+            )
+            for row in rows
+        ],
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="", help="comma-separated; all but the slowest where left out")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="comma-separated")
+    parser.add_argument("--threads", default="", help="`all`, `default` or core lists, `;` between; else by case")
+    parser.add_argument("--settings", default="{}", type=json.loads, help="more settings of our backend, as JSON")
+    parser.add_argument("--tokens", default=64, type=int, help="output tokens of a stream that are timed")
+    parser.add_argument("--rounds", default=0, type=int, help="instead of each case's own number")
+    parser.add_argument("--full", action="store_true", help="also the case that computes 32K tokens, minutes a side")
+    parser.add_argument("--model", default=None, type=Path, help="instead of SmolLM2-135M-Instruct")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure, print the table, keep the result; return 1 where a bar is missed."""
+    options = parse_arguments()
+    stop_servers_when_terminated()
+    cases = select_cases(options.cases, options.full)
+    if options.rounds:
+        cases = [replace(case, rounds=options.rounds) for case in cases]
+    model = options.model or model_dir()
+    policies = options.policies.split(",")
+    samples: dict[Key, Samples] = {}
+    for policy in policies:
+        for threads, together in groups(cases, options.threads):
+            say(f"{policy}, threads {threads}: {', '.join(case.name for case in together)}")
+            measured = measure_pair(together, POLICIES[policy] | options.settings, threads, model, options.tokens)
+            samples |= {(name, policy, threads, side): measured[name][side] for name in measured for side in SIDES}
+    rows = summarise(samples, cases, policies)
+    raw = [dict(zip(("case", "policy", "threads", "side"), key, strict=True)) | asdict(samples[key]) for key in samples]
+    path = save("tpot", {"model": model.name, "settings": options.settings, "rows": rows, "samples": raw})
+    print(show(rows))
+    say(f"kept in {path}")
+    return 0 if all(row["passed"] is not False for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Starting, waiting for and stopping a server, on stand-ins for `vllm serve`."""
+
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_hybrid_sparse.cli import server as server_module
+from vllm_hybrid_sparse.cli.server import Server, ServerError, core_list, free_port
+
+HEALTHY = """
+    import http.server, os, sys
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+    print("value of SHOWN:", os.environ.get("SHOWN"), flush=True)
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+STUBBORN_CHILD = """
+    import signal, subprocess, sys, time
+    child = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    print("child", subprocess.Popen([sys.executable, "-c", child]).pid, flush=True)
+    time.sleep(600)
+"""
+ENDS_AT_ONCE = """
+    print("no such model", flush=True)
+    raise SystemExit(3)
+"""
+SILENT = """
+    import time
+    time.sleep(600)
+"""
+
+
+class StandIn(Server):
+    """A server whose process is a small Python script."""
+
+    def __init__(self, script: str, log_path: Path) -> None:
+        super().__init__("model", [], {"SHOWN": "yes"}, log_path)
+        self._script = textwrap.dedent(script)
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", self._script, str(self.port)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_log(server: Server, text: str) -> str:
+    """The server's log once it holds `text`."""
+    deadline = time.monotonic() + 30
+    while text not in (log := server.log_tail()):
+        assert time.monotonic() < deadline, log
+        time.sleep(0.05)
+    return log
+
+
+def test_ready_server_answers_and_has_the_environment(tmp_path: Path) -> None:
+    with StandIn(HEALTHY, tmp_path / "logs" / "server.log") as server:
+        assert server.wait_ready(30) >= 0
+        assert server.running()
+        assert "value of SHOWN: yes" in server.log_tail()
+        assert server.base_url == f"http://127.0.0.1:{server.port}/v1"
+    assert not server.running()
+
+
+def test_early_end_is_an_error_with_status_and_log(tmp_path: Path) -> None:
+    with StandIn(ENDS_AT_ONCE, tmp_path / "server.log") as server, pytest.raises(ServerError) as caught:
+        server.wait_ready(30)
+    assert "status 3" in str(caught.value)
+    assert "no such model" in str(caught.value)
+
+
+def test_silence_is_an_error_after_the_timeout(tmp_path: Path) -> None:
+    with StandIn(SILENT, tmp_path / "server.log") as server, pytest.raises(ServerError, match="not ready after 1 s"):
+        server.wait_ready(1)
+
+
+def test_waiting_without_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="not started"):
+        StandIn(SILENT, tmp_path / "server.log").wait_ready(1)
+
+
+def test_second_start_is_an_error(tmp_path: Path) -> None:
+    with StandIn(SILENT, tmp_path / "server.log") as server, pytest.raises(ServerError, match="started twice"):
+        server.start()
+
+
+def test_stop_kills_what_is_deaf_in_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_GRACE_S", 1.0)
+    with StandIn(STUBBORN_CHILD, tmp_path / "server.log") as server:
+        log = wait_for_log(server, "deaf")
+        child = int(log.split("child ")[1].split()[0])
+        assert is_running(child)
+    deadline = time.monotonic() + 10
+    while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_failure_in_the_body_stops_the_server(tmp_path: Path) -> None:
+    server = StandIn(SILENT, tmp_path / "server.log")
+    with pytest.raises(KeyboardInterrupt), server:
+        raise KeyboardInterrupt
+    assert not server.running()
+
+
+def test_stop_twice_is_harmless(tmp_path: Path) -> None:
+    with StandIn(SILENT, tmp_path / "server.log") as server:
+        server.stop()
+        server.stop()
+
+
+def test_command_serves_on_the_loopback_address_only(tmp_path: Path) -> None:
+    server = Server("some/model", ["--enforce-eager"], {}, tmp_path / "server.log", port=1234)
+    assert server.command[1:] == ["serve", "some/model", "--host", "127.0.0.1", "--port", "1234", "--enforce-eager"]
+
+
+def test_log_tail_of_no_log_is_empty(tmp_path: Path) -> None:
+    assert Server("model", [], {}, tmp_path / "absent.log").log_tail() == ""
+
+
+def test_core_list_names_the_cores_of_this_process() -> None:
+    assert {int(core) for core in core_list().split(",")} == os.sched_getaffinity(0)
+
+
+def test_free_port_is_a_user_port() -> None:
+    assert 1024 <= free_port() < 65536

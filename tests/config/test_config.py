@@ -1,0 +1,184 @@
+"""Settings are typed, ranged and used, or refused with name, value and rule."""
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hybrid_sparse.config import HybridSparseConfig, settings_table
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
+
+NAMES = [entry.name for entry in fields(HybridSparseConfig)]
+
+
+def refusal_of(mapping: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        HybridSparseConfig.from_mapping(mapping)
+    return str(caught.value)
+
+
+def test_nothing_given_is_progressive_with_the_documented_defaults() -> None:
+    assert HybridSparseConfig.from_mapping({}) == HybridSparseConfig()
+    assert HybridSparseConfig().describe() == (
+        "policy=progressive threshold=0.95 microbatch_pages=8 summary=minmax sink_tokens=64 window_tokens=256 "
+        "isa=auto num_threads=0 log_interval_s=10.0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mapping", "spec"),
+    [
+        ({"policy": "dense"}, SelectionSpec()),
+        ({"policy": "topk"}, SelectionSpec(ranked=True, budget_ratio=0.05)),
+        ({"policy": "topk", "topk_ratio": 0.2}, SelectionSpec(ranked=True, budget_ratio=0.2)),
+        ({"policy": "topk", "topk_pages": 12}, SelectionSpec(ranked=True, max_pages=12)),
+        ({}, SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=8)),
+        ({"threshold": 1, "microbatch_pages": 1}, SelectionSpec(ranked=True, threshold=1.0, microbatch_pages=1)),
+    ],
+)
+def test_each_policy_is_one_selection(mapping: dict[str, Any], spec: SelectionSpec) -> None:
+    assert HybridSparseConfig.from_mapping(mapping).selection == spec
+
+
+def test_the_retained_set_is_that_of_the_settings() -> None:
+    config = HybridSparseConfig(sink_tokens=0, window_tokens=16)
+    assert config.retained == RetainedSet(sink_tokens=0, window_tokens=16)
+
+
+def test_numbers_may_come_as_text_from_the_command_line() -> None:
+    as_text = {
+        "threshold": "0.9",
+        "microbatch_pages": "16",
+        "sink_tokens": "0",
+        "window_tokens": " 512 ",
+        "isa": "avx2",
+    }
+    as_json = {"threshold": 0.9, "microbatch_pages": 16, "sink_tokens": 0, "window_tokens": 512, "isa": "avx2"}
+    assert HybridSparseConfig.from_mapping(as_text) == HybridSparseConfig.from_mapping(as_json)
+
+
+def test_a_whole_number_is_a_number() -> None:
+    config = HybridSparseConfig.from_mapping({"threshold": 1, "log_interval_s": 0})
+    assert isinstance(config.threshold, float)
+    assert config.threshold == 1.0
+    assert isinstance(config.log_interval_s, float)
+
+
+def test_null_means_not_given() -> None:
+    assert HybridSparseConfig.from_mapping(dict.fromkeys(NAMES)) == HybridSparseConfig()
+
+
+@pytest.mark.parametrize(
+    ("mapping", "refusal"),
+    [
+        ({"policy": "dens"}, "hybrid_sparse.policy='dens': must be one of dense, topk, progressive"),
+        ({"policy": 3}, "hybrid_sparse.policy=3: must be text, one of dense, topk, progressive"),
+        ({"threshold": 0}, "hybrid_sparse.threshold=0: must be above 0 and at most 1"),
+        ({"threshold": "1.5"}, "hybrid_sparse.threshold='1.5': must be above 0 and at most 1"),
+        ({"threshold": "high"}, "hybrid_sparse.threshold='high': must be a number, above 0 and at most 1"),
+        ({"threshold": True}, "hybrid_sparse.threshold=True: must be a number, above 0 and at most 1"),
+        ({"threshold": float("nan")}, "hybrid_sparse.threshold=nan: must be above 0 and at most 1"),
+        ({"microbatch_pages": 0}, "hybrid_sparse.microbatch_pages=0: must be 1 to 1024"),
+        ({"microbatch_pages": 1025}, "hybrid_sparse.microbatch_pages=1025: must be 1 to 1024"),
+        ({"policy": "topk", "topk_ratio": 0.0}, "hybrid_sparse.topk_ratio=0.0: must be above 0 and at most 1"),
+        ({"policy": "topk", "topk_ratio": 1.1}, "hybrid_sparse.topk_ratio=1.1: must be above 0 and at most 1"),
+        ({"policy": "topk", "topk_pages": 0}, "hybrid_sparse.topk_pages=0: must be 1 to 1048576"),
+        ({"summary": "mean"}, "hybrid_sparse.summary='mean': must be one of minmax, cuboid_mean"),
+        ({"sink_tokens": -16}, "hybrid_sparse.sink_tokens=-16: must be a multiple of 16, 0 to 16777216"),
+        ({"sink_tokens": 20}, "hybrid_sparse.sink_tokens=20: must be a multiple of 16, 0 to 16777216"),
+        ({"sink_tokens": 64.0}, "hybrid_sparse.sink_tokens=64.0: must be a whole number, a multiple of 16, "),
+        ({"sink_tokens": "6_4"}, "hybrid_sparse.sink_tokens='6_4': must be a whole number, a multiple of 16, "),
+        ({"window_tokens": 0}, "hybrid_sparse.window_tokens=0: must be a multiple of 16, 16 to 16777216"),
+        ({"window_tokens": False}, "hybrid_sparse.window_tokens=False: must be a whole number, a multiple of 16, "),
+        ({"window_tokens": 2**31}, "hybrid_sparse.window_tokens=2147483648: must be a multiple of 16, 16 to "),
+        ({"isa": "sse"}, "hybrid_sparse.isa='sse': must be one of auto, avx512_bf16, avx512, avx2, scalar"),
+        ({"num_threads": -1}, "hybrid_sparse.num_threads=-1: must be 0 to 1024"),
+        ({"num_threads": [2]}, "hybrid_sparse.num_threads=[2]: must be a whole number, 0 to 1024"),
+        ({"log_interval_s": -1}, "hybrid_sparse.log_interval_s=-1: must be 0 or more, finite"),
+        ({"log_interval_s": float("inf")}, "hybrid_sparse.log_interval_s=inf: must be 0 or more, finite"),
+        ({"log_interval_s": 10**400}, "hybrid_sparse.log_interval_s=1000"),
+        ("threshold=0.9", "hybrid_sparse='threshold=0.9': must be a mapping of setting names to values"),
+        (None, "hybrid_sparse=None: must be a mapping of setting names to values"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_name_value_and_rule(mapping: Any, refusal: str) -> None:
+    assert refusal_of(mapping).startswith(refusal)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("treshold", "threshold"), ("topk-pages", "topk_pages"), ("Window_Tokens", "window_tokens")]
+)
+def test_an_unknown_setting_is_refused_with_the_one_that_was_meant(name: str, meant: str) -> None:
+    assert refusal_of({name: 1}) == f"hybrid_sparse.{name}=1: no such setting; did you mean {meant}?"
+
+
+@given(st.one_of(st.text(), st.integers()).filter(lambda name: name not in NAMES))
+def test_every_unknown_setting_is_refused(name: Any) -> None:
+    assert "no such setting" in refusal_of({name: 1})
+
+
+@pytest.mark.parametrize(
+    ("policy", "name", "value", "users"),
+    [
+        ("dense", "threshold", 0.95, "progressive"),
+        ("topk", "threshold", 0.95, "progressive"),
+        ("topk", "microbatch_pages", 8, "progressive"),
+        ("dense", "topk_ratio", 0.05, "topk"),
+        ("progressive", "topk_pages", 64, "topk"),
+    ],
+)
+def test_a_setting_without_effect_is_refused_with_the_policy_that_uses_it(
+    policy: str, name: str, value: float, users: str
+) -> None:
+    expected = f"hybrid_sparse.{name}={value}: used by policy {users} only, and the policy is {policy}"
+    assert refusal_of({"policy": policy, name: value}) == expected
+
+
+def test_two_budgets_at_once_are_refused() -> None:
+    refusal = refusal_of({"policy": "topk", "topk_ratio": 0.1, "topk_pages": 8})
+    assert refusal == "hybrid_sparse.topk_ratio=0.1: give it or topk_pages, not both"
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "threshold": st.floats(0, 1, exclude_min=True),
+            "microbatch_pages": st.integers(1, 1024),
+            "summary": st.sampled_from(["minmax", "cuboid_mean"]),
+            "sink_tokens": st.integers(0, 2**20).map(lambda pages: 16 * pages),
+            "window_tokens": st.integers(1, 2**20).map(lambda pages: 16 * pages),
+            "num_threads": st.integers(0, 1024),
+            "log_interval_s": st.floats(0, 1e9),
+        },
+    )
+)
+def test_what_is_described_can_be_given_back_as_text(mapping: dict[str, Any]) -> None:
+    config = HybridSparseConfig.from_mapping(mapping)
+    as_text = dict(pair.split("=") for pair in config.describe().split(" "))
+    assert HybridSparseConfig.from_mapping(as_text) == config
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        HybridSparseConfig().threshold = 0.5  # type: ignore[misc]
+
+
+def test_the_table_has_one_row_a_setting() -> None:
+    rows = [row.split("|")[1].strip(" `") for row in settings_table().splitlines()[2:]]
+    assert rows == NAMES
+
+
+def test_the_readme_carries_the_table() -> None:
+    assert settings_table() in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def test_reading_settings_loads_neither_torch_nor_vllm() -> None:
+    program = "import sys, vllm_hybrid_sparse.config as c; assert not {'torch', 'vllm', 'numpy'} & set(sys.modules), c"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,160 @@
+"""One attention layer as a server drives it: requests in shuffled blocks of memory that was never zeroed.
+
+The logical K and V of every request are kept beside the packed cache, so that the references can be asked at any time.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, NativeAttention, NativeBatch
+from vllm_hybrid_sparse.memory.layout import BlockLayout
+from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
+
+NAN_BYTE = 0xFF  # every float dtype reads NaN from bytes of all ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a layer is made for."""
+
+    dtype: torch.dtype = torch.float32
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_tokens: int = 32
+    summary: str = "minmax"
+    isa: str = "auto"
+    num_threads: int = 1
+    scale: float = 0.125
+
+    @property
+    def layout(self) -> BlockLayout:
+        return BlockLayout(
+            dtype=DTYPE_NAMES[self.dtype],
+            head_dim=self.head_dim,
+            block_tokens=self.block_tokens,
+            summary=self.summary,
+        )
+
+
+@dataclass
+class Request:
+    """The logical K and V of a request, [seq_len, kv_heads, head_dim], and where its blocks lie."""
+
+    key: Tensor
+    value: Tensor
+    blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass: what went in, by request, and what came out."""
+
+    requests: list[Request]  # as of after the step
+    query_lens: list[int]
+    decode_mask: list[bool]
+    query: Tensor  # [tokens, q_heads, head_dim]
+    output: Tensor  # likewise
+    selection: SelectionSpec
+    retained: RetainedSet
+
+
+class ServedLayer:
+    """A `NativeAttention` with a KV cache full of NaN and the requests that use it."""
+
+    def __init__(self, shape: Shape, *, num_blocks: int, seed: int = 0, row_padding_bytes: int = 0) -> None:
+        self.shape = shape
+        self.generator = torch.Generator().manual_seed(seed)
+        self.attention = NativeAttention(
+            dtype=shape.dtype,
+            num_q_heads=shape.num_q_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_tokens=shape.block_tokens,
+            scale=shape.scale,
+            summary=shape.summary,
+            isa=shape.isa,
+            num_threads=shape.num_threads,
+        )
+        block_bytes = shape.num_kv_heads * shape.layout.head_block_bytes
+        rows = torch.full((num_blocks, block_bytes + row_padding_bytes), NAN_BYTE, dtype=torch.uint8)
+        self.kv_cache = rows[:, :block_bytes]
+        self.free_blocks: list[int] = torch.randperm(num_blocks, generator=self.generator).tolist()
+
+    def random(self, *size: int) -> Tensor:
+        return torch.randn(*size, generator=self.generator).to(self.shape.dtype)
+
+    def start(self) -> Request:
+        empty = torch.empty(0, self.shape.num_kv_heads, self.shape.head_dim, dtype=self.shape.dtype)
+        return Request(empty, empty)
+
+    def finish(self, request: Request) -> None:
+        """Give the blocks back, to be the next ones that are used, their contents as they are."""
+        self.free_blocks[:0] = request.blocks
+        request.blocks = []
+
+    def step(
+        self,
+        rows: Sequence[tuple[Request, int]],
+        *,
+        selection: SelectionSpec | None = None,
+        retained: RetainedSet | None = None,
+        decode: bool = True,
+        sharpness: float = 1.0,
+        key_offset: float = 0.0,
+    ) -> Step:
+        """Append random tokens, `rows` = (request, how many), and attend; single rows decode if `decode`.
+
+        sharpness    factor of the queries: small for flat attention, large for peaks
+        key_offset   added to the keys
+        """
+        selection, retained = selection or SelectionSpec(), retained or RetainedSet()
+        shape, query_lens = self.shape, [query_len for _, query_len in rows]
+        q_width, kv_width = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        qkv = torch.randn(sum(query_lens), q_width + 2 * kv_width, generator=self.generator)
+        qkv[:, :q_width] *= sharpness
+        qkv[:, q_width : q_width + kv_width] += key_offset
+        parts = qkv.to(shape.dtype).split([q_width, kv_width, kv_width], dim=1)  # strided, as a model hands them over
+        query, key, value = (part.unflatten(1, (-1, shape.head_dim)) for part in parts)
+
+        slots = [slot for request, query_len in rows for slot in self._append_slots(request, query_len)]
+        first_row = 0
+        for request, query_len in rows:
+            last_row = first_row + query_len
+            request.key = torch.cat((request.key, key[first_row:last_row]))
+            request.value = torch.cat((request.value, value[first_row:last_row]))
+            first_row = last_row
+        requests = [request for request, _ in rows]
+        decode_mask = [decode and query_len == 1 for query_len in query_lens]
+        output = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
+        batch = self.batch(requests, query_lens, decode_mask, slots)
+        self.attention.forward(query, key, value, self.kv_cache, batch, selection, retained, output)
+        return Step(requests, query_lens, decode_mask, query, output, selection, retained)
+
+    def batch(
+        self, requests: Sequence[Request], query_lens: Sequence[int], decode_mask: Sequence[bool], slots: Sequence[int]
+    ) -> NativeBatch:
+        """The batch of `query_lens` latest tokens of each request; unused entries of the block table are invalid."""
+        widest = max((len(request.blocks) for request in requests), default=0)
+        block_table = torch.full((len(requests), widest + 2), -1, dtype=torch.int32)
+        for row, request in zip(block_table, requests, strict=True):
+            row[: len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
+        return NativeBatch.from_tensors(
+            torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+            torch.tensor([len(request.key) for request in requests], dtype=torch.int32),
+            block_table,
+            torch.tensor(slots, dtype=torch.int64),
+            torch.tensor(decode_mask, dtype=torch.bool),
+        )
+
+    def _append_slots(self, request: Request, num_tokens: int) -> list[int]:
+        """Slots of the next tokens of a request, in blocks taken from the free ones as they are needed."""
+        block_tokens, start = self.shape.block_tokens, len(request.key)
+        while len(request.blocks) < math.ceil((start + num_tokens) / block_tokens):
+            request.blocks.append(self.free_blocks.pop(0))
+        positions = range(start, start + num_tokens)
+        return [request.blocks[p // block_tokens] * block_tokens + p % block_tokens for p in positions]

@@ -1,0 +1,88 @@
+"""Whether a step of the native kernel did what the references say."""
+
+import torch
+from torch import Tensor
+
+from tests.kernels.served_layer import ServedLayer, Step
+from tests.tolerances import SCORE_TIE, THRESHOLD_TIE, assert_close
+from vllm_hybrid_sparse.kernels.paged_attention.reference import paged_attention
+from vllm_hybrid_sparse.kernels.progressive.reference import ProgressiveResult
+from vllm_hybrid_sparse.kernels.score.reference import score_pages
+from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
+from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
+from vllm_hybrid_sparse.policy.selectors import SpecSelector, group_scores
+
+
+def check_step(layer: ServedLayer, step: Step) -> list[str]:
+    """Compare every row with the references: the pages read, in their order, and the output.
+
+    Returns the excuses: rows whose pages differ because the reference itself is within rounding of deciding otherwise.
+    Their output is still compared, with attention over the pages that were read.
+    """
+    shape = layer.shape
+    expected = paged_attention(
+        step.query,
+        [request.key for request in step.requests],
+        [request.value for request in step.requests],
+        query_lens=step.query_lens,
+        decode_mask=step.decode_mask,
+        selector=SpecSelector(step.selection),
+        retained=step.retained,
+        scale=shape.scale,
+        summary=shape.summary,
+    )
+    excuses = []
+    wanted, groups = expected.out, iter(expected.groups)
+    rows = torch.tensor(step.query_lens).cumsum(0) - 1
+    for index, request in enumerate(step.requests):
+        if not step.decode_mask[index]:
+            continue
+        heads = step.query[rows[index]].reshape(shape.num_kv_heads, -1, shape.head_dim)
+        for kv_head, result in enumerate(next(groups)):
+            pages = layer.attention.last_plan(index, kv_head)
+            if same_pages(pages, result.pages, step):
+                continue
+            key, value, query = request.key[:, kv_head], request.value[:, kv_head], heads[kv_head]
+            where = f"request {index} of {len(key)} tokens, KV head {kv_head}"
+            excuse = near_tie(pages, result, page_scores(layer, step, query, key), step)
+            assert excuse, f"{where}: read {pages}, the reference reads {result.pages}"
+            excuses.append(f"{where}: {excuse}")
+            read = [*step.retained.retained_pages(len(key)), *pages]
+            group = slice(kv_head * len(query), (kv_head + 1) * len(query))
+            wanted[rows[index], group] = attend_pages(query, key, value, read, shape.scale)[0]
+    assert_close(step.output, wanted)
+    return excuses
+
+
+def page_scores(layer: ServedLayer, step: Step, query: Tensor, key: Tensor) -> dict[int, float]:
+    """Group score of each candidate page of one KV head of one request."""
+    first_page, end_page = step.retained.candidate_range(len(key))
+    summaries = summarize_pages(key[16 * first_page : 16 * end_page], layer.shape.summary)
+    scores = score_pages(query, summaries, layer.shape.scale, layer.shape.summary)
+    return dict(zip(range(first_page, end_page), group_scores(scores.numpy()).tolist(), strict=True))
+
+
+def same_pages(pages: list[int], expected: list[int], step: Step) -> bool:
+    """Page for page where a threshold makes the order count; otherwise the same pages, each once, in any order."""
+    return pages == expected if step.selection.threshold < 1 else sorted(pages) == sorted(expected)
+
+
+def near_tie(pages: list[int], result: ProgressiveResult, scores: dict[int, float], step: Step) -> str:
+    """Why `pages` may differ from the reference's, or nothing: a tie of scores, or P_acc on the threshold."""
+    if len(set(pages)) != len(pages) or not set(pages) <= set(scores):
+        return ""
+    if step.selection.threshold == 1:
+        # The same number of pages, and those that differ are no better and no worse.
+        differing = set(pages) ^ set(result.pages)
+        spread = max(scores[page] for page in differing) - min(scores[page] for page in differing)
+        tied = len(pages) == len(result.pages) and spread < SCORE_TIE
+        return f"pages {sorted(differing)} tie within {spread:.1e}" if tied else ""
+    pairs = [pair for pair in zip(pages, result.pages, strict=False) if pair[0] != pair[1]]
+    if any(abs(scores[page] - scores[expected]) >= SCORE_TIE for page, expected in pairs):
+        return ""
+    if len(pages) == len(result.pages):
+        return f"these tie: {pairs}"
+    decided = min(len(pages), len(result.pages)) // step.selection.microbatch_pages - 1
+    if 0 <= decided < len(result.mass) and abs(result.mass[decided].min() - step.selection.threshold) < THRESHOLD_TIE:
+        return f"P_acc is on the threshold after microbatch {decided}"
+    return ""

@@ -1,0 +1,101 @@
+"""What the CPU kernel refuses, before it touches memory."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.served_layer import ServedLayer, Shape
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch, supported_isas
+from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
+
+RIGHT: dict[str, Any] = {
+    "dtype": torch.float32,
+    "num_q_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "block_tokens": 32,
+    "scale": 0.125,
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        ({"dtype": torch.float64}, "dtype=torch.float64: must be bfloat16, float16 or float32"),
+        ({"num_q_heads": 5}, "num_q_heads=5: must be a multiple of num_kv_heads=2"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0"),
+        ({"head_dim": 40}, "head_dim=40: must be a multiple of 16"),
+        ({"head_dim": 528}, "head_dim=528"),
+        ({"block_tokens": 24}, "block_tokens=24: must be a multiple of 16"),
+        ({"summary": "mean"}, "summary='mean': must be .*minmax.*cuboid_mean"),
+        ({"num_threads": 0}, "num_threads=0: must be at least 1"),
+        ({"isa": "neon"}, "isa='neon': must be auto or .*scalar"),
+    ],
+)
+def test_a_layer_that_cannot_be_served_is_refused(wrong: dict[str, Any], rule: str) -> None:
+    with pytest.raises(KernelError, match=rule):
+        NativeAttention(**(RIGHT | wrong))
+
+
+def test_an_unknown_instruction_set_is_refused_with_the_valid_ones() -> None:
+    with pytest.raises(KernelError, match=", ".join(supported_isas())):
+        NativeAttention(**RIGHT, isa="sse9")
+
+
+BATCH: dict[str, torch.Tensor] = {
+    "query_start_loc": torch.tensor([0, 1, 3], dtype=torch.int32),
+    "seq_lens": torch.tensor([1, 2], dtype=torch.int32),
+    "block_table": torch.tensor([[0], [1]], dtype=torch.int32),
+    "slot_mapping": torch.tensor([0, 32, 33], dtype=torch.int64),
+    "decode_mask": torch.tensor([True, False]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("query_start_loc", torch.tensor([0, 1, 3])),
+        ("query_start_loc", torch.tensor([0, 3], dtype=torch.int32)),
+        ("seq_lens", torch.tensor([1, 2])),
+        ("block_table", torch.tensor([0, 1], dtype=torch.int32)),
+        ("block_table", torch.tensor([[0]], dtype=torch.int32)),
+        ("block_table", torch.zeros(4, 2, dtype=torch.int32).T),
+        ("slot_mapping", torch.tensor([0, 32, 33], dtype=torch.int32)),
+        ("slot_mapping", torch.tensor([0, 32])),
+        ("decode_mask", torch.tensor([True])),
+    ],
+)
+def test_a_batch_of_the_wrong_shape_is_refused_by_name(name: str, wrong: torch.Tensor) -> None:
+    with pytest.raises(KernelError, match=name):
+        NativeBatch.from_tensors(**(BATCH | {name: wrong}))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("query", torch.zeros(3, 4, 64, dtype=torch.float16)),
+        ("query", torch.zeros(2, 4, 64)),
+        ("query", torch.zeros(3, 4, 32)),
+        ("query", torch.zeros(3, 64, 4).transpose(1, 2)),
+        ("key", torch.zeros(3, 4, 64)),
+        ("value", torch.zeros(3, 128)),
+        ("output", torch.zeros(3, 2, 64)),
+        ("kv_cache", torch.zeros(2, 64, dtype=torch.uint8)),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(name: str, wrong: torch.Tensor) -> None:
+    layer = ServedLayer(Shape(), num_blocks=2)
+    right: dict[str, Any] = {
+        "query": torch.zeros(3, 4, 64),
+        "key": torch.zeros(3, 2, 64),
+        "value": torch.zeros(3, 2, 64),
+        "output": torch.zeros(3, 4, 64),
+        "kv_cache": layer.kv_cache,
+        "batch": NativeBatch.from_tensors(**BATCH),
+        "selection": SelectionSpec(),
+        "retained": RetainedSet(),
+    }
+    with pytest.raises(KernelError, match=f"^{name}"):
+        layer.attention.forward(**(right | {name: wrong}))

@@ -1,0 +1,98 @@
+"""Where the elements of a block lie."""
+
+import pytest
+import torch
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
+from vllm_hybrid_sparse.memory.layout import TORCH_DTYPES, BlockLayout
+
+LAYOUTS = [
+    BlockLayout(dtype=dtype, head_dim=head_dim, block_tokens=block_tokens, summary=summary)
+    for dtype in TORCH_DTYPES
+    for head_dim, block_tokens in ((16, 16), (80, 32), (128, 128))
+    for summary in ("minmax", "cuboid_mean")
+]
+
+
+def random_block(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = torch.randn(2, layout.block_tokens, layout.head_dim).to(layout.torch_dtype)
+    return key, value
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_what_is_packed_is_unpacked(layout: BlockLayout) -> None:
+    key, value = random_block(layout)
+    region = layout.pack_reference(key, value)
+    assert region.numel() * region.element_size() == layout.head_block_bytes
+    for storage in (region, region.view(torch.uint8), region.view(torch.int16)):
+        unpacked_key, unpacked_value, summaries = layout.unpack(storage)
+        assert torch.equal(unpacked_key, key)
+        assert torch.equal(unpacked_value, value)
+        assert torch.equal(summaries, summarize_pages(key, layout.summary))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_element_lies_where_the_layout_says(layout: BlockLayout) -> None:
+    key, value = random_block(layout)
+    region, d = layout.pack_reference(key, value), layout.head_dim
+    for token in (0, 1, 15, layout.block_tokens - 1):
+        page, lane = divmod(token, 16)
+        for dim in (0, 1, 2, d - 1):
+            if layout.dtype == "bf16":
+                key_at = page * 32 * d + (dim // 2) * 32 + lane * 2 + dim % 2
+                value_at = page * 32 * d + 16 * d + (lane // 2) * 2 * d + dim * 2 + lane % 2
+            else:
+                key_at = page * 32 * d + dim * 16 + lane
+                value_at = page * 32 * d + 16 * d + lane * d + dim
+            assert region[key_at] == key[token, dim]
+            assert region[value_at] == value[token, dim]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_summaries_follow_the_last_page(layout: BlockLayout) -> None:
+    key, value = random_block(layout)
+    region, d = layout.pack_reference(key, value), layout.head_dim
+    summaries_at = 2 * layout.block_tokens * d
+    for page in range(layout.pages_per_block):
+        tokens = key[16 * page : 16 * page + 16]
+        if layout.summary == "minmax":
+            at = summaries_at + page * 2 * d
+            assert torch.equal(region[at : at + d], tokens.amax(0))
+            assert torch.equal(region[at + d : at + 2 * d], tokens.amin(0))
+        else:
+            at = summaries_at + page * d
+            assert torch.equal(
+                region[at : at + d], ((tokens.amax(0).float() + tokens.amin(0).float()) / 2).to(key.dtype)
+            )
+
+
+def test_sizes_in_bytes() -> None:
+    layout = BlockLayout(dtype="bf16", head_dim=64, block_tokens=128, summary="minmax")
+    assert layout.pages_per_block == 8
+    assert layout.page_bytes == 16 * 64 * 2 * 2
+    assert layout.summary_bytes == 2 * 64 * 2
+    assert layout.head_block_bytes == 8 * (4096 + 256)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_summaries_cost_less_than_eight_percent(layout: BlockLayout) -> None:
+    assert layout.pages_per_block * layout.summary_bytes <= 0.08 * layout.pages_per_block * layout.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "refusal"),
+    [
+        ({"dtype": "fp8"}, "dtype='fp8': must be one of bf16, f16, f32"),
+        ({"summary": "mean"}, "summary='mean': must be one of minmax, cuboid_mean"),
+        ({"head_dim": 0}, "head_dim=0: must be a multiple of 16, 16 to 512"),
+        ({"head_dim": 72}, "head_dim=72: must be a multiple of 16, 16 to 512"),
+        ({"head_dim": 528}, "head_dim=528: must be a multiple of 16, 16 to 512"),
+        ({"block_tokens": 0}, "block_tokens=0: must be a multiple of 16, 16 or more"),
+        ({"block_tokens": 24}, "block_tokens=24: must be a multiple of 16, 16 or more"),
+    ],
+)
+def test_a_layout_that_the_kernels_lack_is_refused(wrong: dict[str, str | int], refusal: str) -> None:
+    right = {"dtype": "bf16", "head_dim": 64, "block_tokens": 32, "summary": "minmax"}
+    with pytest.raises(ConfigError, match=refusal):
+        BlockLayout(**(right | wrong))  # type: ignore[arg-type]

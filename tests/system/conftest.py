@@ -1,0 +1,62 @@
+"""Fixtures of the system tests: the model, the reference answers of stock vLLM, and tiny checkpoints."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.system.completions import Answer, complete
+from tests.system.prompts import exactness_prompts, load_tokenizer, shared_prefix_prompts
+from tests.system.variants import START_TIMEOUT_S, reference_args, server_env
+from vllm_hybrid_sparse.cli.server import Server
+from vllm_hybrid_sparse.cli.smollm2 import model_dir
+
+ANSWER_TOKENS = 32
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything in this folder `system`."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.system)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct, converted on first use."""
+    return model_dir()
+
+
+@pytest.fixture(scope="session")
+def exact_prompts(smollm2: Path) -> list[list[int]]:
+    """The prompts of `LENGTHS`, as token ids."""
+    return exactness_prompts(load_tokenizer(smollm2))
+
+
+@pytest.fixture(scope="session")
+def shared_prompts(smollm2: Path) -> list[list[int]]:
+    """Prompts that share a prefix with the 900-token one, which comes first."""
+    return shared_prefix_prompts(load_tokenizer(smollm2))
+
+
+@pytest.fixture(scope="session")
+def reference(
+    smollm2: Path,
+    exact_prompts: list[list[int]],
+    shared_prompts: list[list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[int, ...], Answer]:
+    """CPU_ATTN's greedy answer to every prompt, each computed alone by a stock server; kept as JSON beside its log."""
+    folder = tmp_path_factory.mktemp("reference")
+    prompts = exact_prompts + shared_prompts
+    with Server(smollm2, reference_args(), server_env(), folder / "stock.log") as stock:
+        stock.wait_ready(START_TIMEOUT_S)
+        answers = complete(stock, prompts, ANSWER_TOKENS, concurrency=1, margins=True)
+    rows = [
+        {"prompt": prompt, "token_ids": answer.token_ids, "margins": answer.margins}
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    (folder / "answers.json").write_text(json.dumps(rows), encoding="utf-8")
+    for answer in answers:
+        assert len(set(answer.token_ids)) > 4, "the model repeats itself: such answers prove nothing"
+    return {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}

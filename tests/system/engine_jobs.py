@@ -1,0 +1,44 @@
+"""Engine runs in a child process: what is asked of it and what comes back.
+
+job      {"name": …, "engine_args": {… of vllm.LLM}, "prompts": [[token ids]], "max_tokens": n, "margins": bool}
+result   {"name": …, "answers": [{"token_ids": […], "margins": […]}]} or {"name": …, "error": "… with its causes"}
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+MARK = "RESULT "  # what `engine_child` begins its result lines with
+
+
+def run_jobs(jobs: Sequence[dict[str, Any]], log_path: Path, timeout_s: float) -> dict[str, dict[str, Any]]:
+    """Run `jobs` in a child process and return the results by name; RuntimeError where one is missing."""
+    env = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in the child itself
+        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        "OMP_WAIT_POLICY": "passive",
+    }
+    with log_path.open("wb") as log:
+        child = subprocess.run(
+            [sys.executable, "-m", "tests.system.engine_child"],
+            input=json.dumps(jobs).encode(),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=env,
+            timeout=timeout_s,
+            check=False,
+        )
+    lines = child.stdout.decode(errors="replace").splitlines()
+    results = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    missing = {job["name"] for job in jobs} - {result["name"] for result in results}
+    if missing:
+        tail = log_path.read_text(encoding="utf-8", errors="replace")[-3000:]
+        raise RuntimeError(
+            f"no result for {sorted(missing)}, status {child.returncode}; the end of {log_path}:\n{tail}"
+        )
+    return {result["name"]: result for result in results}

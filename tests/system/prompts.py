@@ -1,0 +1,33 @@
+"""Prompts for the exactness tests: token ids of plain prose, with lengths around every boundary that matters."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from vllm_hybrid_sparse.cli.prose import prose
+
+# Around pages (16), blocks (16, 32, 128), prefill chunks (256), the retained set (64 + 256), and well beyond it.
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 240, 255, 257, 319, 320, 321, 336, 400, 513, 640, 900, 1400)
+# Of the prompt of 900 tokens, how much a later prompt shares: whole blocks of every size, and parts of them.
+SHARED_LENGTHS = (255, 256, 600, 775, 899)
+
+
+def load_tokenizer(model: Path) -> Tokenizer:
+    """Return the tokenizer of a model folder."""
+    return Tokenizer.from_file(str(model / "tokenizer.json"))
+
+
+def exactness_prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Return one prompt a length, each of different prose."""
+    prompts = []
+    for seed, length in enumerate(LENGTHS):
+        token_ids = tokenizer.encode(" ".join(prose(length // 8 + 1, seed)), add_special_tokens=False).ids
+        prompts.append(token_ids[:length])
+    return prompts
+
+
+def shared_prefix_prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Return prompts that begin like the exactness prompt of 900 tokens, the first being that prompt itself."""
+    base = exactness_prompts(tokenizer)[LENGTHS.index(900)]
+    tail = tokenizer.encode(" Then everything changed, because", add_special_tokens=False).ids
+    return [base, *(base[:shared] + tail for shared in SHARED_LENGTHS)]

@@ -1,0 +1,82 @@
+"""SmolLM2 in fp32: what promises to be exact answers as stock vLLM does, token for token, whatever else happens."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.system.completions import Answer, complete, complete_while_aborting, difference, metric
+from tests.system.conftest import ANSWER_TOKENS
+from tests.system.variants import DEFAULT_VARIANTS, SLOW_VARIANTS, START_TIMEOUT_S, Variant, server_env
+from vllm_hybrid_sparse.cli.server import Server
+
+ALONE_TOKENS = 16  # of an answer, where one request at a time makes each token slow
+References = dict[tuple[int, ...], Answer]
+
+
+def _cases() -> list[object]:
+    slow = [pytest.param(variant, id=variant.name, marks=pytest.mark.slow) for variant in SLOW_VARIANTS]
+    return [pytest.param(variant, id=variant.name) for variant in DEFAULT_VARIANTS] + slow
+
+
+@pytest.fixture(scope="module", params=_cases())
+def server(
+    request: pytest.FixtureRequest, smollm2: Path, reference: References, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """One server of ours a variant, after the stock server has given its answers and ended."""
+    assert reference
+    variant: Variant = request.param
+    log_path = tmp_path_factory.mktemp(variant.name) / "server.log"
+    with Server(smollm2, variant.args, server_env(), log_path) as running:
+        running.wait_ready(START_TIMEOUT_S)
+        yield running
+
+
+def assert_equal_answers(reference: References, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> None:
+    """Fail with one line for every prompt whose answer does not begin stock vLLM's."""
+    wrong = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        how = difference(reference[tuple(prompt)].cut(len(answer.token_ids)), answer)
+        if how:
+            wrong.append(f"prompt of {len(prompt)} tokens: {how}")
+    assert not wrong, f"{len(wrong)} of {len(prompts)} answers differ from CPU_ATTN's:\n" + "\n".join(wrong)
+
+
+def test_alone(server: Server, reference: References, exact_prompts: list[list[int]]) -> None:
+    """One request at a time; prompts above 256 tokens are prefilled in chunks."""
+    answers = complete(server, exact_prompts, ALONE_TOKENS, concurrency=1)
+    assert {len(answer.token_ids) for answer in answers} == {ALONE_TOKENS}
+    assert_equal_answers(reference, exact_prompts, answers)
+
+
+def test_batched_with_preemption_and_block_reuse(
+    server: Server, reference: References, exact_prompts: list[list[int]]
+) -> None:
+    """All requests at once overflow the KV cache: some are preempted, computed again, and blocks change hands."""
+    preempted = metric(server, "vllm:num_preemptions_total")
+    answers = complete(server, exact_prompts, ANSWER_TOKENS, concurrency=len(exact_prompts))
+    assert_equal_answers(reference, exact_prompts, answers)
+    assert metric(server, "vllm:num_preemptions_total") > preempted, "nothing was preempted: the case is not tested"
+
+
+def test_prefix_hits(server: Server, reference: References, shared_prompts: list[list[int]]) -> None:
+    """A prompt repeated as it is, and prompts that share whole and partial blocks of it, alone and at once."""
+    complete(server, shared_prompts[:1], ANSWER_TOKENS, concurrency=1)
+    hits = metric(server, "vllm:prefix_cache_hits_total")
+    for concurrency in (1, len(shared_prompts)):
+        answers = complete(server, shared_prompts, ALONE_TOKENS, concurrency)
+        assert_equal_answers(reference, shared_prompts, answers)
+    least = sum(len(prompt) // 128 * 128 for prompt in shared_prompts[:2])  # tokens hit by the first two alone
+    assert metric(server, "vllm:prefix_cache_hits_total") - hits >= least
+
+
+def test_aborts_in_between(server: Server, reference: References, exact_prompts: list[list[int]]) -> None:
+    """Clients that hang up disturb no other answer, and every block comes back."""
+    short = [prompt for prompt in exact_prompts if len(prompt) <= 400]
+    answers = complete_while_aborting(server, short, aborted=exact_prompts[-6:], max_tokens=ANSWER_TOKENS)
+    assert_equal_answers(reference, short, answers)
+    deadline = time.monotonic() + 20
+    while metric(server, "vllm:kv_cache_usage_perc") > 0:
+        assert time.monotonic() < deadline, "blocks are still held 20 s after the last request"
+        time.sleep(0.2)

@@ -1,0 +1,104 @@
+"""Tiny random-weight models of the families that users run: the same greedy tokens as stock vLLM, in fp32.
+
+The engines run one after another in a child process; `test_families_over_http.py` does the same through servers.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.completions import Answer, difference
+from tests.system.engine_jobs import run_jobs
+from tests.system.tiny_models import SERVED, SERVED_TOO, make_tiny_model
+
+ANSWER_TOKENS = 32
+LENGTHS = (1, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 200, 255, 257, 319, 320, 321, 336, 400, 700, 1000, 1500)
+EXACT_SETTINGS: dict[str, dict[str, Any]] = {
+    "dense": {"policy": "dense"},
+    "progressive": {"policy": "progressive", "threshold": 1.0},
+    "topk-everything": {"policy": "topk", "topk_ratio": 1.0},
+}
+
+
+def byte_prompts(seed: int) -> list[list[int]]:
+    """Return random byte tokens, one prompt a length."""
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
+
+
+def _engine_args(model: Path, **changes: object) -> dict[str, Any]:
+    shared = {
+        "model": str(model),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 256,
+        "kv_cache_memory_bytes": 128 << 20,
+    }
+    return shared | changes
+
+
+def jobs_of(family: str, model: Path) -> list[dict[str, Any]]:
+    """Return the engine runs of one family: stock vLLM first, then each exact setting of ours."""
+    prompts = byte_prompts(seed=len(family))
+    task = {"prompts": prompts, "max_tokens": ANSWER_TOKENS}
+    jobs = [{"name": f"{family} stock", "engine_args": _engine_args(model), "margins": True, **task}]
+    for name, settings in EXACT_SETTINGS.items():
+        ours = {"attention_backend": "hybrid_sparse", "additional_config": {"hybrid_sparse": settings}}
+        jobs.append({"name": f"{family} {name}", "engine_args": _engine_args(model, block_size=16, **ours), **task})
+    return jobs
+
+
+def _results(families: Sequence[str], factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = factory.mktemp("families")
+    jobs = [job for family in families for job in jobs_of(family, make_tiny_model(family, folder))]
+    return run_jobs(jobs, folder / "engines.log", timeout_s=600)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """All runs of the common families."""
+    return _results(list(SERVED), tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def more_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """All runs of the less common head sizes and groups."""
+    return _results(list(SERVED_TOO), tmp_path_factory)
+
+
+def _answers(results: dict[str, dict[str, Any]], name: str) -> list[Answer]:
+    result = results[name]
+    assert "error" not in result, result["error"]
+    return [Answer(tuple(answer["token_ids"]), tuple(answer["margins"])) for answer in result["answers"]]
+
+
+def _check(results: dict[str, dict[str, Any]], family: str, setting: str) -> None:
+    stock, ours = _answers(results, f"{family} stock"), _answers(results, f"{family} {setting}")
+    assert len(stock) == len(LENGTHS) == len({answer.token_ids for answer in stock})
+    distinct_tokens = sum(len(set(answer.token_ids)) for answer in stock)
+    assert distinct_tokens > len(stock) * ANSWER_TOKENS / 3, "the model repeats itself: such answers prove nothing"
+    wrong = [
+        f"prompt of {length} tokens: {how}"
+        for length, expected, found in zip(LENGTHS, stock, ours, strict=True)
+        if (how := difference(expected, found))
+    ]
+    assert not wrong, f"{len(wrong)} of {len(LENGTHS)} answers differ from CPU_ATTN's:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("setting", EXACT_SETTINGS)
+@pytest.mark.parametrize("family", SERVED)
+def test_family_answers_as_stock(results: dict[str, dict[str, Any]], family: str, setting: str) -> None:
+    """Llama with MHA and GQA, Qwen2.5, Qwen3, Mistral, OPT and GPT-NeoX."""
+    _check(results, family, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", EXACT_SETTINGS)
+@pytest.mark.parametrize("family", SERVED_TOO)
+def test_uncommon_shape_answers_as_stock(more_results: dict[str, dict[str, Any]], family: str, setting: str) -> None:
+    """Groups of 3 and 8 at head_dim 64, head_dim 80 and 96."""
+    _check(more_results, family, setting)

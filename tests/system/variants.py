@@ -1,0 +1,83 @@
+"""The servers that the exactness tests run: how ours and stock vLLM are started."""
+
+import json
+from dataclasses import dataclass
+
+from vllm_hybrid_sparse.cli.server import core_list
+
+START_TIMEOUT_S = 240
+MAX_MODEL_TOKENS = 2048
+CHUNK_TOKENS = 256
+_KV_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4  # SmolLM2-135M in fp32: K and V, 30 layers, 3 heads of 64
+_CAPACITY_TOKENS = 2560  # little more than one longest request, so that concurrent requests preempt each other
+
+
+def stock_args(dtype: str, max_model_tokens: int, kv_cache_bytes: int) -> list[str]:
+    """Arguments that every server of the tests shares."""
+    return [
+        f"--dtype={dtype}",
+        f"--max-model-len={max_model_tokens}",
+        f"--kv-cache-memory-bytes={kv_cache_bytes}",
+    ]  # fmt: skip
+
+
+def our_args(**settings: object) -> list[str]:
+    """Arguments that choose our backend, with `settings` of it."""
+    return ["--attention-backend=hybrid_sparse", f"--additional-config={json.dumps({'hybrid_sparse': settings})}"]
+
+
+def server_env() -> dict[str, str]:
+    """Environment of every server: all cores, and threads that sleep while they wait: other work may run beside."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": core_list(), "OMP_WAIT_POLICY": "passive"}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to serve SmolLM2 in fp32 with our backend, exact by promise."""
+
+    policy: str  # dense or progressive
+    block_tokens: int
+    compiled: bool
+
+    @property
+    def name(self) -> str:
+        """Name of the test case."""
+        return f"{self.policy}-block{self.block_tokens}-{'compiled' if self.compiled else 'eager'}"
+
+    @property
+    def args(self) -> list[str]:
+        """Arguments of `vllm serve`: small prefill chunks, and a KV cache that concurrent requests overflow."""
+        threshold = {"threshold": 1.0} if self.policy == "progressive" else {}
+        return [
+            *stock_args("float32", MAX_MODEL_TOKENS, _CAPACITY_TOKENS * _KV_BYTES_PER_TOKEN),
+            *our_args(policy=self.policy, **threshold),
+            f"--block-size={self.block_tokens}",
+            f"--max-num-batched-tokens={CHUNK_TOKENS}",
+            "--enable-prefix-caching",
+            *([] if self.compiled else ["--enforce-eager"]),
+        ]
+
+
+def reference_args() -> list[str]:
+    """Stock vLLM with nothing that could blur the comparison: whole prompts, no reuse, blocks of its own choice."""
+    return [
+        *stock_args("float32", MAX_MODEL_TOKENS, 2 * MAX_MODEL_TOKENS * _KV_BYTES_PER_TOKEN),
+        f"--max-num-batched-tokens={MAX_MODEL_TOKENS}",
+        "--no-enable-prefix-caching",
+        "--enforce-eager",
+    ]
+
+
+DEFAULT_VARIANTS = (
+    Variant("dense", 16, compiled=False),
+    Variant("progressive", 32, compiled=True),
+    Variant("dense", 128, compiled=True),
+    Variant("progressive", 128, compiled=False),
+)
+SLOW_VARIANTS = tuple(
+    variant
+    for policy in ("dense", "progressive")
+    for block_tokens in (16, 32, 128)
+    for compiled in (False, True)
+    if (variant := Variant(policy, block_tokens, compiled)) not in DEFAULT_VARIANTS
+)

@@ -1,0 +1,108 @@
+"""Native core of vllm_hybrid_sparse: paged sparse attention on the CPU."""
+
+from collections.abc import Sequence
+import enum
+
+
+PAGE_TOKENS: int = 16
+
+class DType(enum.Enum):
+    bf16 = 0
+
+    f16 = 1
+
+    f32 = 2
+
+class Summary(enum.Enum):
+    minmax = 0
+
+    cuboid_mean = 1
+
+class Helpers(enum.Enum):
+    own = 0
+
+    openmp = 1
+
+def supported_isas() -> list[str]:
+    """Instruction sets that this machine runs, best first."""
+
+def openmp_is_loaded() -> bool: ...
+
+def read_bandwidth(pool: ThreadPool, address: int, bytes: int, rounds: int = 5) -> float: ...
+
+class Layout:
+    def __init__(self, dtype: DType, head_dim: int, block_tokens: int, summary: Summary) -> None: ...
+
+    @property
+    def pages_per_block(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    @property
+    def summary_bytes(self) -> int: ...
+
+    @property
+    def head_block_bytes(self) -> int: ...
+
+class ThreadPool:
+    def __init__(self, num_threads: int, helpers: Helpers = Helpers.own, cpus: Sequence[int] = []) -> None: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def helpers(self) -> Helpers: ...
+
+class Batch:
+    def __init__(self, requests: int, query_start: int, seq_lens: int, block_table: int, block_table_stride: int, slot_mapping: int, decode: int) -> None: ...
+
+class Selection:
+    def __init__(self, *, ranked: bool, budget_ratio: float, max_pages: int, threshold: float, microbatch_pages: int, sink_tokens: int, window_tokens: int) -> None: ...
+
+    def budget(self, candidates: int) -> int: ...
+
+class Stats:
+    @property
+    def calls(self) -> int: ...
+
+    @property
+    def items(self) -> int: ...
+
+    @property
+    def pages_total(self) -> int: ...
+
+    @property
+    def pages_candidate(self) -> int: ...
+
+    @property
+    def pages_read(self) -> int: ...
+
+    @property
+    def pages_wasted(self) -> int: ...
+
+    @property
+    def summaries_scored(self) -> int: ...
+
+    @property
+    def microbatches(self) -> int: ...
+
+    @property
+    def kept_mass(self) -> float: ...
+
+    @property
+    def stopped_early(self) -> int: ...
+
+class Engine:
+    def __init__(self, layout: Layout, q_heads: int, kv_heads: int, scale: float, isa: str, pool: ThreadPool) -> None: ...
+
+    @property
+    def isa(self) -> str: ...
+
+    def forward(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: int, arg6: int, arg7: int, arg8: int, arg9: int, arg10: Batch, arg11: Selection, /) -> None: ...
+
+    def stats(self) -> Stats: ...
+
+    def reset_stats(self) -> None: ...
+
+    def last_plan(self, request: int, kv_head: int) -> list[int]: ...

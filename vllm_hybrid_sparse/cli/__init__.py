@@ -1,0 +1,1 @@
+"""Commands for people: what a user runs beside `vllm serve`."""

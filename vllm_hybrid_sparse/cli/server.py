@@ -1,0 +1,173 @@
+"""One `vllm serve` process: started, waited for, and stopped by the pid it was given."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from vllm_hybrid_sparse.errors import HybridSparseError
+
+HOST = "127.0.0.1"
+_POLL_S = 0.25
+_GRACE_S = 30.0  # time for the engine to finish and write its last log lines
+
+
+class ServerError(HybridSparseError, RuntimeError):
+    """A server that ended or stayed silent; the text ends with the tail of its log."""
+
+
+def free_port() -> int:
+    """Return a port on the loopback address that nothing listens on at this moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def core_list() -> str:
+    """Return the cores this process may use in the form of `VLLM_CPU_OMP_THREADS_BIND`, e.g. ``0,1,2,3``."""
+    return ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+
+
+def _group_alive(group: int) -> bool:
+    """Return whether a process of the group still runs; one that ended but was not reaped does not count.
+
+    The engine and its workers outlive the API server for a moment, in which they write their last log lines.
+    """
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _parent, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+        if int(its_group) == group and state not in "ZX":
+            return True
+    return False
+
+
+class Server:
+    """A server of one model on the loopback address, in a process group of its own.
+
+    model      folder or name, as `vllm serve` takes it
+    args       further arguments of `vllm serve`
+    env        variables set on top of this process's own
+    log_path   stdout and stderr of the server; overwritten
+    port       a free one is taken where None
+
+    As a context manager it starts on entry and stops on exit, whatever happened in between.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        args: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        port: int | None = None,
+    ) -> None:
+        self.model = str(model)
+        self.args = list(args)
+        self.env = dict(env)
+        self.log_path = log_path
+        self.port = free_port() if port is None else port
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """Root of the OpenAI-compatible API."""
+        return f"http://{HOST}:{self.port}/v1"
+
+    @property
+    def command(self) -> list[str]:
+        """The command line that `start` runs: the `vllm` beside the running Python."""
+        vllm = str(Path(sys.executable).parent / "vllm")
+        return [vllm, "serve", self.model, "--host", HOST, "--port", str(self.port), *self.args]
+
+    def start(self) -> None:
+        """Start the process; `wait_ready` tells when it answers."""
+        if self._process is not None:
+            raise ServerError(f"server on port {self.port}: started twice")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.env},
+                start_new_session=True,
+            )
+
+    def wait_ready(self, timeout_s: float) -> float:
+        """Wait until the server answers; return the seconds that took.
+
+        Raises ServerError where the process ends or `timeout_s` passes first.
+        """
+        if self._process is None:
+            raise ServerError(f"server on port {self.port}: not started")
+        begun = time.monotonic()
+        while True:
+            waited_s = time.monotonic() - begun
+            if self._process.poll() is not None:
+                raise self.failure(f"ended with status {self._process.returncode} before it was ready")
+            if self._healthy():
+                return waited_s
+            if waited_s > timeout_s:
+                raise self.failure(f"not ready after {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def running(self) -> bool:
+        """Return whether the process was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """End the server: it is asked to first, and what is left of its process group is killed.
+
+        Does nothing where the server is not started or already stopped.
+        """
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            deadline = time.monotonic() + _GRACE_S
+            process.terminate()
+            while (process.poll() is None or _group_alive(process.pid)) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nothing of the group may be left
+                os.killpg(process.pid, signal.SIGKILL)  # start_new_session made the pid the group's id
+            process.wait()
+
+    def log_tail(self, lines: int = 40) -> str:
+        """Return the last lines of the server's log; empty where there is none."""
+        if not self.log_path.is_file():
+            return ""
+        return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+    def failure(self, what: str) -> ServerError:
+        """Return an error that says what happened and shows the end of the log."""
+        return ServerError(f"server on port {self.port}: {what}; the end of {self.log_path}:\n{self.log_tail()}")
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{HOST}:{self.port}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
