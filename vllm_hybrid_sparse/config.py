@@ -12,6 +12,7 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS, SUMMARY_VECTORS, RetainedSet,
 
 POLICIES = ("dense", "topk", "progressive")
 SUMMARIES = tuple(SUMMARY_VECTORS)
+THREAD_POOLS = ("auto", "own", "openmp")
 ISAS = ("auto", "avx512_bf16", "avx512", "avx2", "scalar")
 
 _SECTION = "hybrid_sparse"  # the key of `--additional-config` that holds these settings
@@ -132,6 +133,11 @@ class HybridSparseConfig:
             meaning="threads of the CPU kernel; 0 takes as many as torch's OpenMP has",
             unit="threads",
         )
+    )
+    thread_pool: str = _choice(
+        "auto",
+        THREAD_POOLS,
+        "whose threads help: the kernel's own, or those of torch's GNU OpenMP team; auto takes openmp where it is loaded",
     )
     log_interval_s: float = _setting(
         _Setting(

@@ -1,5 +1,6 @@
 """The host tier of one worker process: one thread pool, one kernel per layer shape, and their statistics."""
 
+import os
 from functools import lru_cache
 
 import torch
@@ -10,6 +11,15 @@ from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, m
 from vllm_hybrid_sparse.metrics import DecodeStats
 
 
+def helper_cpus(threads: int) -> list[int]:
+    """A core for each helper thread, the caller's excluded: those that vLLM bound OpenMP to, else none in particular.
+
+    GNU OpenMP binds the calling thread to its first core, and threads started from it inherit that one core.
+    """
+    bound = [int(core) for core in os.environ.get("GOMP_CPU_AFFINITY", "").split() if core.isdigit()]
+    return bound[1:threads]
+
+
 class HostRuntime:
     """Made once a process from the settings; layers of one shape share a kernel and its scratch memory."""
 
@@ -17,8 +27,10 @@ class HostRuntime:
         self.settings = settings
         self.selection = native_selection(settings.selection, settings.retained)
         threads = settings.num_threads or torch.get_num_threads()
-        helpers = "openmp" if _native.openmp_is_loaded() else "own"
-        self.pool = make_thread_pool(threads, helpers=helpers)
+        helpers = settings.thread_pool
+        if helpers == "auto":
+            helpers = "openmp" if _native.openmp_is_loaded() else "own"
+        self.pool = make_thread_pool(threads, helpers=helpers, cpus=helper_cpus(threads))
         self._attention: dict[tuple[torch.dtype, int, int, int, int, float], NativeAttention] = {}
 
     def attention(
