@@ -137,7 +137,7 @@ class HybridSparseConfig:
     thread_pool: str = _choice(
         "auto",
         THREAD_POOLS,
-        "whose threads help: the kernel's own, or those of torch's GNU OpenMP team; auto takes openmp where it is loaded",
+        "whose threads help: the kernel's own, or torch's GNU OpenMP team; auto takes openmp where it is loaded",
     )
     log_interval_s: float = _setting(
         _Setting(
