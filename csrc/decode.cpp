@@ -1,5 +1,6 @@
 // The decode rows of a layer call: retained set and selected pages, per request and KV head.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -12,6 +13,9 @@ constexpr int kSpansPerThread = 3;   // parts a call's reading is cut into: enou
 constexpr int kMinSpanPages = 16;
 constexpr int kMinScoreSpan = 128;   // summaries a task scores at least
 
+// Counts one task down; true for the one that was last. What the others wrote is visible to it.
+bool was_last(int& pending) { return std::atomic_ref<int>(pending).fetch_sub(1, std::memory_order_acq_rel) == 1; }
+
 }  // namespace
 
 void Engine::attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection) {
@@ -20,7 +24,6 @@ void Engine::attend_decode(const LayerCall& call, const Batch& batch, const Sele
   score_and_rank(call, batch);
   attend_selected(call, batch);
   attend_progressive(call, batch, selection);
-  pool_.for_each(item_count_, [&](int i) { finish_item(call, items_[i]); });
   count_stats();
 }
 
@@ -69,16 +72,18 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
   if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(scores);
 }
 
-// Scores the candidates' summaries for each query head, then ranks them for the group.
+// Scores the candidates' summaries for each query head; the task that scores an item's last span ranks them for the
+// group, while other threads go on with the next item.
 void Engine::score_and_rank(const LayerCall& call, const Batch& batch) {
   const Layout& layout = geometry_.layout;
   const int group = geometry_.group();
   spans_.clear();
   for (int i = 0; i < item_count_; ++i) {
-    const Item& item = items_[i];
+    Item& item = items_[i];
     if (!item.ranked) continue;
     const int candidates = item.candidate_end - item.candidate_begin;
     const int parts = pool_.size() == 1 ? 1 : std::clamp(candidates / kMinScoreSpan, 1, 2 * pool_.size());
+    item.pending = parts;
     for (int p = 0; p < parts; ++p) {
       const int first = static_cast<int>(int64_t{candidates} * p / parts);
       const int last = static_cast<int>(int64_t{candidates} * (p + 1) / parts);
@@ -88,7 +93,7 @@ void Engine::score_and_rank(const LayerCall& call, const Batch& batch) {
   if (spans_.empty()) return;
   pool_.for_each(static_cast<int>(spans_.size()), [&](int s) {
     const Span& span = spans_[s];
-    const Item& item = items_[span.item];
+    Item& item = items_[span.item];
     const int candidates = item.candidate_end - item.candidate_begin;
     static thread_local std::vector<float> prepared;  // room for the widest operands
     static thread_local std::vector<const void*> queries;
@@ -104,17 +109,22 @@ void Engine::score_and_rank(const LayerCall& call, const Batch& batch) {
     kernels_.score({queries.data(), group, span.page_begin, span.count,
                     page_table(call, batch, item.request, item.head), layout.summary_elements(), geometry_.scale, scores,
                     candidates});
+    if (was_last(item.pending)) rank(item);
   });
-  pool_.for_each(item_count_, [&](int i) {
-    Item& item = items_[i];
-    if (!item.ranked) return;
-    const int candidates = item.candidate_end - item.candidate_begin;
-    float* scores = scores_.data() + item.score_offset;
-    float* grouped = scores + int64_t{group} * candidates;
-    kernels_.group_scores(scores, candidates, group, candidates, grouped);
-    item.rank.build(kernels_, grouped, candidates, item.candidate_begin);
-    if (!item.progressive) item.rank.next(item.budget, item.order);
-  });
+}
+
+void Engine::rank(Item& item) {
+  const int group = geometry_.group();
+  const int candidates = item.candidate_end - item.candidate_begin;
+  float* scores = scores_.data() + item.score_offset;
+  float* grouped = scores + int64_t{group} * candidates;
+  kernels_.group_scores(scores, candidates, group, candidates, grouped);
+  item.rank.build(kernels_, grouped, candidates, item.candidate_begin);
+  if (item.progressive) return;
+  item.rank.next(item.budget, item.order);
+  // Sequence order: neighbours in memory are read one after the other.
+  item.reading = item.order;
+  std::sort(item.reading.begin(), item.reading.end());
 }
 
 // Items whose pages are known before any is read: dense and fixed budgets; and the retained set of progressive ones.
@@ -126,10 +136,8 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
       total += item.pages;
       continue;
     }
-    // Sequence order: neighbours in memory are read one after the other.
-    for (int p = 0; p < item.candidate_begin; ++p) item.reading.push_back(p);
-    item.reading.insert(item.reading.end(), item.order.begin(), item.order.end());
-    std::sort(item.reading.begin() + item.candidate_begin, item.reading.end());
+    item.reading.insert(item.reading.begin(), item.candidate_begin, 0);
+    for (int p = 0; p < item.candidate_begin; ++p) item.reading[p] = p;
     for (int p = item.candidate_end; p < item.pages; ++p) item.reading.push_back(p);
     total += static_cast<int64_t>(item.reading.size());
   }
@@ -144,21 +152,27 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
     const int pages = item.ranked ? static_cast<int>(item.reading.size()) : item.pages;
     item.first_state = states;
     item.states = (pages - 1) / span_pages + 1;
+    item.pending = item.states;
     for (int s = 0; s < item.states; ++s) {
       const int begin = static_cast<int>(int64_t{pages} * s / item.states);
       const int end = static_cast<int>(int64_t{pages} * (s + 1) / item.states);
       spans_.push_back({i, item.ranked ? item.reading.data() + begin : nullptr, begin, end - begin, states++});
     }
   }
-  run_spans(call, batch);
+  run_spans(call, batch, true);
 }
 
-void Engine::run_spans(const LayerCall& call, const Batch& batch) {
+// Attends every span; with `finish`, the task that attends the last span of an item that needs no more stores its rows.
+void Engine::run_spans(const LayerCall& call, const Batch& batch, bool finish) {
   int states = 0;
   for (const Span& span : spans_) states = std::max(states, span.state + 1);
   const int64_t floats = states * state_floats(geometry_.group());
   if (static_cast<int64_t>(states_.size()) < floats) states_.resize(floats);
-  pool_.for_each(static_cast<int>(spans_.size()), [&](int i) { attend_span(call, batch, spans_[i]); });
+  pool_.for_each(static_cast<int>(spans_.size()), [&](int i) {
+    attend_span(call, batch, spans_[i]);
+    Item& item = items_[spans_[i].item];
+    if (finish && !item.progressive && was_last(item.pending)) finish_item(call, item);
+  });
 }
 
 void Engine::attend_span(const LayerCall& call, const Batch& batch, const Span& span) {
@@ -217,7 +231,7 @@ void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const
         spans_.push_back({i, item.order.data() + item.round_first + first, 0, count, next_state++});
       }
     }
-    run_spans(call, batch);
+    run_spans(call, batch, false);
     for (size_t s = 0; s < spans_.size();) {
       Item& item = items_[spans_[s].item];
       size_t end = s;
@@ -238,6 +252,7 @@ void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const
       if (!item.open) {
         --open;
         item.order.resize(item.round_first + accepted);
+        finish_item(call, item);
       }
       s = end;
     }

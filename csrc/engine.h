@@ -110,6 +110,7 @@ class Engine {
     bool progressive;
     int first_state;
     int states;
+    int pending;  // tasks of the current phase not finished yet; the one that finishes last takes the item's next step
     int budget;
     int64_t score_offset;
     std::vector<int32_t> order;     // candidate pages chosen, in rank order
@@ -134,12 +135,13 @@ class Engine {
   void attend_exact(const LayerCall& call, const Batch& batch);
   void run_row_block(const LayerCall& call, const Batch& batch, const RowBlock& block, int split);
   void attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection);
+  void rank(Item& item);
   void collect_items(const Batch& batch, const Selection& selection);
   void score_and_rank(const LayerCall& call, const Batch& batch);
   void attend_selected(const LayerCall& call, const Batch& batch);
   void attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection);
   void verify(Item& item, const Selection& selection, int pages_read);
-  void run_spans(const LayerCall& call, const Batch& batch);
+  void run_spans(const LayerCall& call, const Batch& batch, bool finish);
   void attend_span(const LayerCall& call, const Batch& batch, const Span& span);
   void finish_item(const LayerCall& call, Item& item);
   void count_stats();

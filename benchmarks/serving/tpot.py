@@ -92,10 +92,14 @@ def measure_pair(
         return {case.name: measure_case(pair, case, prompts, tokens) for case in cases}
 
 
+def sharing(case: Case) -> tuple[int, bool, tuple[str, ...]]:
+    """Return what cases must have in common to be asked of the same servers."""
+    return case.model_tokens, case.filled, case.threads
+
+
 def groups(cases: list[Case], threads: str) -> Iterator[tuple[str, list[Case]]]:
     """Yield the cases that can share servers, with each thread setting to try for them."""
-    kind = lambda case: (case.model_tokens, case.filled, case.threads)  # noqa: E731 - used twice, nowhere else
-    for _, members in itertools.groupby(sorted(cases, key=kind), key=kind):
+    for _, members in itertools.groupby(sorted(cases, key=sharing), key=sharing):
         together = list(members)
         for setting in threads.split(";") if threads else together[0].threads:
             yield setting, together

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.completions import Answer, complete
-from tests.system.prompts import exactness_prompts, load_tokenizer, shared_prefix_prompts
+from tests.system.prompts import crowd_prompts, exactness_prompts, load_tokenizer, shared_prefix_prompts
 from tests.system.variants import START_TIMEOUT_S, reference_args, server_env
 from vllm_hybrid_sparse.cli.server import Server
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
@@ -40,15 +40,22 @@ def shared_prompts(smollm2: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
+def crowd(smollm2: Path) -> list[list[int]]:
+    """Prompts that cannot all be answered at the same time."""
+    return crowd_prompts(load_tokenizer(smollm2))
+
+
+@pytest.fixture(scope="session")
 def reference(
     smollm2: Path,
     exact_prompts: list[list[int]],
     shared_prompts: list[list[int]],
+    crowd: list[list[int]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[tuple[int, ...], Answer]:
     """CPU_ATTN's greedy answer to every prompt, each computed alone by a stock server; kept as JSON beside its log."""
     folder = tmp_path_factory.mktemp("reference")
-    prompts = exact_prompts + shared_prompts
+    prompts = exact_prompts + shared_prompts + crowd
     with Server(smollm2, reference_args(), server_env(), folder / "stock.log") as stock:
         stock.wait_ready(START_TIMEOUT_S)
         answers = complete(stock, prompts, ANSWER_TOKENS, concurrency=1, margins=True)

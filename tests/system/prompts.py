@@ -7,9 +7,11 @@ from tokenizers import Tokenizer
 from vllm_hybrid_sparse.cli.prose import prose
 
 # Around pages (16), blocks (16, 32, 128), prefill chunks (256), the retained set (64 + 256), and well beyond it.
-LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 240, 255, 257, 319, 320, 321, 336, 400, 513, 640, 900, 1400)
+LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65, 127, 128, 129, 240, 256, 257, 320, 321, 336, 400, 640, 900, 1400)
 # Of the prompt of 900 tokens, how much a later prompt shares: whole blocks of every size, and parts of them.
 SHARED_LENGTHS = (255, 256, 600, 775, 899)
+# So many that their prompts alone fill the KV cache of `variants.CAPACITY_TOKENS`, each about to need another block.
+CROWD, CROWD_TOKENS = 12, 240
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
@@ -17,13 +19,19 @@ def load_tokenizer(model: Path) -> Tokenizer:
     return Tokenizer.from_file(str(model / "tokenizer.json"))
 
 
+def _prose_ids(tokenizer: Tokenizer, tokens: int, seed: int) -> list[int]:
+    text = " ".join(prose(tokens // 8 + 1, seed))
+    return tokenizer.encode(text, add_special_tokens=False).ids[:tokens]
+
+
 def exactness_prompts(tokenizer: Tokenizer) -> list[list[int]]:
     """Return one prompt a length, each of different prose."""
-    prompts = []
-    for seed, length in enumerate(LENGTHS):
-        token_ids = tokenizer.encode(" ".join(prose(length // 8 + 1, seed)), add_special_tokens=False).ids
-        prompts.append(token_ids[:length])
-    return prompts
+    return [_prose_ids(tokenizer, length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+def crowd_prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Return prompts that cannot all be answered at the same time."""
+    return [_prose_ids(tokenizer, CROWD_TOKENS, seed=100 + index) for index in range(CROWD)]
 
 
 def shared_prefix_prompts(tokenizer: Tokenizer) -> list[list[int]]:

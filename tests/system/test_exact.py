@@ -50,13 +50,17 @@ def test_alone(server: Server, reference: References, exact_prompts: list[list[i
     assert_equal_answers(reference, exact_prompts, answers)
 
 
-def test_batched_with_preemption_and_block_reuse(
-    server: Server, reference: References, exact_prompts: list[list[int]]
-) -> None:
-    """All requests at once overflow the KV cache: some are preempted, computed again, and blocks change hands."""
-    preempted = metric(server, "vllm:num_preemptions_total")
+def test_batched(server: Server, reference: References, exact_prompts: list[list[int]]) -> None:
+    """All requests at once, prompts in chunks between the tokens of others; blocks are reused."""
     answers = complete(server, exact_prompts, ANSWER_TOKENS, concurrency=len(exact_prompts))
     assert_equal_answers(reference, exact_prompts, answers)
+
+
+def test_preempted(server: Server, reference: References, crowd: list[list[int]]) -> None:
+    """Requests that outgrow the KV cache together: some lose their blocks and are computed again."""
+    preempted = metric(server, "vllm:num_preemptions_total")
+    answers = complete(server, crowd, ANSWER_TOKENS, concurrency=len(crowd))
+    assert_equal_answers(reference, crowd, answers)
     assert metric(server, "vllm:num_preemptions_total") > preempted, "nothing was preempted: the case is not tested"
 
 
