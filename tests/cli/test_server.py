@@ -1,6 +1,7 @@
 """Starting, waiting for and stopping a server, on stand-ins for `vllm serve`."""
 
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -113,6 +114,23 @@ def test_failure_in_the_body_stops_the_server(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), server:
         raise KeyboardInterrupt
     assert not server.running()
+
+
+def test_server_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
+    starter = (
+        "import os, signal, sys, pathlib, tests.cli.test_server as this\n"
+        "server = this.StandIn(this.SILENT, pathlib.Path(sys.argv[1]))\n"
+        "server.start()\n"
+        "print(server._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", starter, str(tmp_path / "server.log")]
+    shown = subprocess.run(command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    pid = int(shown.stdout)
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_stop_twice_is_harmless(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One `vllm serve` process: started, waited for, and stopped by the pid it was given."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -17,6 +18,8 @@ from typing import Self
 from vllm_hybrid_sparse.errors import HybridSparseError
 
 HOST = "127.0.0.1"
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
 _GRACE_S = 30.0  # time for the engine to finish and write its last log lines
 
@@ -36,6 +39,11 @@ def free_port() -> int:
 def core_list() -> str:
     """Return the cores this process may use in the form of `VLLM_CPU_OMP_THREADS_BIND`, e.g. ``0,1,2,3``."""
     return ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+
+
+def _end_with_parent() -> None:
+    """In the child, before it becomes the server: have the kernel end it if the starting thread dies unexpectedly."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _group_alive(group: int) -> bool:
@@ -62,7 +70,8 @@ class Server:
     log_path   stdout and stderr of the server; overwritten
     port       a free one is taken where None
 
-    As a context manager it starts on entry and stops on exit, whatever happened in between.
+    As a context manager it starts on entry and stops on exit, whatever happened in between. Should this process be
+    killed, the server ends by itself; it also ends with the thread that started it.
     """
 
     def __init__(
@@ -104,6 +113,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.env},
                 start_new_session=True,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, no lock taken
             )
 
     def wait_ready(self, timeout_s: float) -> float:
