@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
 _GRACE_S = 30.0  # time for the engine to finish and write its last log lines
+_SERVER_PORTS = range(20000, 30000)
+_PORT_TRIES = 100
 
 
 class ServerError(HybridSparseError, RuntimeError):
@@ -29,11 +32,20 @@ class ServerError(HybridSparseError, RuntimeError):
 
 
 def free_port() -> int:
-    """Return a port on the loopback address that nothing listens on at this moment."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port on the loopback address that nothing listens on at this moment.
+
+    It lies below the range that the kernel gives to outgoing connections: one of that range is often taken by some
+    client in the half minute that a server needs before it listens.
+    """
+    for _ in range(_PORT_TRIES):
+        port = secrets.choice(_SERVER_PORTS)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    raise ServerError(f"no free port found among {_SERVER_PORTS.start} to {_SERVER_PORTS.stop - 1}")
 
 
 def core_list() -> str:
