@@ -54,7 +54,7 @@ class HybridSparseConfig:
     """
 
     policy: str = _choice(
-        "progressive", POLICIES, "which candidate pages a decode step reads: all, the best few, or enough of them"
+        "dense", POLICIES, "which candidate pages a decode step reads: all, the best few, or enough of them"
     )
     threshold: float | None = _setting(
         _Setting(

@@ -6,6 +6,7 @@ Servers run one after another. Exits with 1 where the default settings miss a ne
 """
 
 import argparse
+import json
 import re
 import sys
 import tempfile
@@ -65,10 +66,14 @@ def share_read(log: str) -> float | None:
 
 
 def measure(
-    policy: str, model: Path, tokenizer: Tokenizer, prompts: Sequence[NeedlePrompt], log_path: Path
+    policy: str,
+    settings: dict[str, object] | None,
+    model: Path,
+    tokenizer: Tokenizer,
+    prompts: Sequence[NeedlePrompt],
+    log_path: Path,
 ) -> dict[str, object]:
-    """Serve with one policy, ask everything and return what was found."""
-    settings = POLICIES[policy]
+    """Serve stock vLLM (None) or ours with `settings`, ask everything and return what was found."""
     args = [*serve_args(MODEL_TOKENS, MODEL_TOKENS + 1024, filled=False), "--enforce-eager"]
     if settings is not None:
         args += our_args(settings)
@@ -100,6 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", default=None, type=Path, help="text file to hide in, instead of generated prose")
     parser.add_argument("--policies", default=",".join(POLICIES), help="comma-separated")
+    parser.add_argument("--also", default=[], action="append", type=json.loads, help="JSON settings of one more row")
     parser.add_argument("--lengths", default=",".join(map(str, CONTEXT_TOKENS)), help="tokens, comma-separated")
     parser.add_argument("--model", default=None, type=Path, help="instead of SmolLM2-135M-Instruct")
     return parser.parse_args()
@@ -113,11 +119,13 @@ def main() -> int:
     model = options.model or model_dir()
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     prompts = make_needle_prompts(tokenizer, options.text, lengths)
+    asked = {policy: POLICIES[policy] for policy in options.policies.split(",") if policy}
+    asked |= {json.dumps(settings): settings for settings in options.also}
     results = []
     with tempfile.TemporaryDirectory(prefix="needle-") as folder:
-        for policy in options.policies.split(","):
+        for number, (policy, settings) in enumerate(asked.items()):
             print(policy, file=sys.stderr, flush=True)
-            results.append(measure(policy, model, tokenizer, prompts, Path(folder) / f"{policy}.log"))
+            results.append(measure(policy, settings, model, tokenizer, prompts, Path(folder) / f"{number}.log"))
     print(show(prompts, results, lengths))
     tasks = [
         {"tokens": len(prompt.token_ids), "depth": prompt.depth, "needle": prompt.fact.number} for prompt in prompts

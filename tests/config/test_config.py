@@ -23,10 +23,10 @@ def refusal_of(mapping: Any) -> str:
     return str(caught.value)
 
 
-def test_nothing_given_is_progressive_with_the_documented_defaults() -> None:
+def test_nothing_given_is_dense_with_the_documented_defaults() -> None:
     assert HybridSparseConfig.from_mapping({}) == HybridSparseConfig()
     assert HybridSparseConfig().describe() == (
-        "policy=progressive threshold=0.95 microbatch_pages=8 summary=minmax sink_tokens=64 window_tokens=256 "
+        "policy=dense summary=minmax sink_tokens=64 window_tokens=256 "
         "isa=auto num_threads=0 thread_pool=auto log_interval_s=10.0"
     )
 
@@ -38,8 +38,12 @@ def test_nothing_given_is_progressive_with_the_documented_defaults() -> None:
         ({"policy": "topk"}, SelectionSpec(ranked=True, budget_ratio=0.05)),
         ({"policy": "topk", "topk_ratio": 0.2}, SelectionSpec(ranked=True, budget_ratio=0.2)),
         ({"policy": "topk", "topk_pages": 12}, SelectionSpec(ranked=True, max_pages=12)),
-        ({}, SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=8)),
-        ({"threshold": 1, "microbatch_pages": 1}, SelectionSpec(ranked=True, threshold=1.0, microbatch_pages=1)),
+        ({}, SelectionSpec()),
+        ({"policy": "progressive"}, SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=8)),
+        (
+            {"policy": "progressive", "threshold": 1, "microbatch_pages": 1},
+            SelectionSpec(ranked=True, threshold=1.0, microbatch_pages=1),
+        ),
     ],
 )
 def test_each_policy_is_one_selection(mapping: dict[str, Any], spec: SelectionSpec) -> None:
@@ -53,18 +57,26 @@ def test_the_retained_set_is_that_of_the_settings() -> None:
 
 def test_numbers_may_come_as_text_from_the_command_line() -> None:
     as_text = {
+        "policy": "progressive",
         "threshold": "0.9",
         "microbatch_pages": "16",
         "sink_tokens": "0",
         "window_tokens": " 512 ",
         "isa": "avx2",
     }
-    as_json = {"threshold": 0.9, "microbatch_pages": 16, "sink_tokens": 0, "window_tokens": 512, "isa": "avx2"}
+    as_json = {
+        "policy": "progressive",
+        "threshold": 0.9,
+        "microbatch_pages": 16,
+        "sink_tokens": 0,
+        "window_tokens": 512,
+        "isa": "avx2",
+    }
     assert HybridSparseConfig.from_mapping(as_text) == HybridSparseConfig.from_mapping(as_json)
 
 
 def test_a_whole_number_is_a_number() -> None:
-    config = HybridSparseConfig.from_mapping({"threshold": 1, "log_interval_s": 0})
+    config = HybridSparseConfig.from_mapping({"policy": "progressive", "threshold": 1, "log_interval_s": 0})
     assert isinstance(config.threshold, float)
     assert config.threshold == 1.0
     assert isinstance(config.log_interval_s, float)
@@ -147,7 +159,7 @@ def test_two_budgets_at_once_are_refused() -> None:
 
 @given(
     st.fixed_dictionaries(
-        {},
+        {"policy": st.just("progressive")},
         optional={
             "threshold": st.floats(0, 1, exclude_min=True),
             "microbatch_pages": st.integers(1, 1024),

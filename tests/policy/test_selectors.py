@@ -86,7 +86,7 @@ def test_topk_never_stops_before_its_budget() -> None:
 
 @given(page_scores)
 def test_progressive_may_read_every_page(scores: NDArray[np.float64]) -> None:
-    order = make_selector(HybridSparseConfig()).order(scores)
+    order = make_selector(HybridSparseConfig(policy="progressive")).order(scores)
     assert order.tolist() == rank_pages(group_scores(scores)).tolist()
 
 
@@ -94,11 +94,11 @@ def test_progressive_may_read_every_page(scores: NDArray[np.float64]) -> None:
     ("mass", "done"), [([0.96, 0.97], True), ([0.95, 0.97], False), ([0.2, 1.0], False), ([0.951], True)]
 )
 def test_progressive_stops_once_every_head_exceeds_the_threshold(mass: list[float], done: bool) -> None:
-    assert make_selector(HybridSparseConfig(threshold=0.95)).is_done(np.array(mass)) is done
+    assert make_selector(HybridSparseConfig(policy="progressive", threshold=0.95)).is_done(np.array(mass)) is done
 
 
 def test_threshold_one_never_stops() -> None:
-    assert not make_selector(HybridSparseConfig(threshold=1.0)).is_done(np.ones(2))
+    assert not make_selector(HybridSparseConfig(policy="progressive", threshold=1.0)).is_done(np.ones(2))
 
 
 def test_policies_load_no_torch() -> None:
