@@ -9,6 +9,7 @@ template <class T>
 struct Chunk {
   const char* keys[kChunkPages];
   const char* values[kChunkPages];
+  int first_ahead;                // the first of the next pages that this row tile fetches
   const char* next[kChunkPages];  // pages of the following chunk: fetched while this one is computed, K with K, V with V
   int first_token[kChunkPages];
   int value_steps[kChunkPages];  // steps all of whose tokens some row sees; 0 for a filler page
@@ -16,7 +17,7 @@ struct Chunk {
   int pages;
 };
 
-template <class T, int Rows, bool Prefetch>
+template <class T, int Rows, int Ahead>
 static inline void score_tile(const typename T::Op* const* queries, const Chunk<T>& chunk, int first_page, int steps,
                               float* scores) {
   constexpr int kStepBytes = kPageTokens * T::pack * static_cast<int>(sizeof(typename T::Element));
@@ -26,9 +27,7 @@ static inline void score_tile(const typename T::Op* const* queries, const Chunk<
   for (int s = 0; s < steps; ++s) {
     typename T::Step k[kColumnTile];
     for (int j = 0; j < kColumnTile; ++j) k[j] = T::load_step(chunk.keys[first_page + j] + s * kStepBytes);
-    if constexpr (Prefetch) {
-      for (int j = 0; j < kColumnTile; ++j) prefetch(chunk.next[first_page + j] + s * kStepBytes);
-    }
+    for (int j = 0; j < Ahead; ++j) prefetch(chunk.next[chunk.first_ahead + j] + s * kStepBytes);
     for (int r = 0; r < Rows; ++r) {
       const typename T::Broadcast q = T::broadcast(queries[r] + s);
       for (int j = 0; j < kColumnTile; ++j) acc[r][j] = T::multiply_add(acc[r][j], k[j], q);
@@ -38,7 +37,7 @@ static inline void score_tile(const typename T::Op* const* queries, const Chunk<
     for (int j = 0; j < kColumnTile; ++j) store(scores + r * kChunkTokens + (first_page + j) * kPageTokens, acc[r][j]);
 }
 
-template <class T, int Rows, int Columns, bool Prefetch>
+template <class T, int Rows, int Columns, int Ahead>
 static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chunk, int head_dim, int first_dim,
                               const float* rescale, float* out) {
   constexpr int kOpsPerRow = kChunkTokens / T::pack;
@@ -52,8 +51,9 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
   for (int page = 0; page < chunk.pages; ++page) {
     const char* value = chunk.values[page] + first_dim / 16 * kColumnBytes;
     [[maybe_unused]] const char* next = chunk.next[page] + (chunk.values[page] - chunk.keys[page]) + first_dim / 16 * kColumnBytes;
+    const bool fetch = Ahead > 0 && page >= chunk.first_ahead && page < chunk.first_ahead + Ahead;
     for (int s = 0; s < chunk.value_steps[page]; ++s) {
-      if constexpr (Prefetch) {
+      if (fetch) {
         for (int byte = 0; byte < Columns * kColumnBytes; byte += 64) prefetch(next + s * step_bytes + byte);
       }
       typename T::Step v[Columns];
@@ -125,7 +125,7 @@ static inline float softmax_row(float* scores, const Chunk<T>& chunk, float scal
 }
 
 template <class T, int Rows>
-static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first_row, bool prefetch_next) {
+static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int ahead) {
   using Op = typename T::Op;
   alignas(64) float scores[Rows * kChunkTokens];
   alignas(64) Op weights[Rows * (kChunkTokens / T::pack)];
@@ -134,10 +134,12 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
   for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const Op*>(args.queries[first_row + r]);
   const int steps = args.head_dim / T::pack;
   for (int page = 0; page < chunk.pages; page += kColumnTile) {
-    if (prefetch_next)
-      score_tile<T, Rows, true>(queries, chunk, page, steps, scores);
-    else
-      score_tile<T, Rows, false>(queries, chunk, page, steps, scores);
+    switch (page == 0 ? ahead : 0) {
+      case 4: score_tile<T, Rows, 4>(queries, chunk, page, steps, scores); break;
+      case 2: score_tile<T, Rows, 2>(queries, chunk, page, steps, scores); break;
+      case 1: score_tile<T, Rows, 1>(queries, chunk, page, steps, scores); break;
+      default: score_tile<T, Rows, 0>(queries, chunk, page, steps, scores);
+    }
   }
   for (int r = 0; r < Rows; ++r) {
     const int row = first_row + r;
@@ -146,25 +148,27 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
                                 weights + r * (kChunkTokens / T::pack));
   }
   float* out = args.out + int64_t{first_row} * args.head_dim;
-  const auto values = [&]<bool Prefetch>() {
+  const auto values = [&]<int Ahead>() {
     int dim = 0;
     for (; dim + 16 * kColumnTile <= args.head_dim; dim += 16 * kColumnTile)
-      value_tile<T, Rows, kColumnTile, Prefetch>(weights, chunk, args.head_dim, dim, rescale, out);
+      value_tile<T, Rows, kColumnTile, Ahead>(weights, chunk, args.head_dim, dim, rescale, out);
     for (; dim < args.head_dim; dim += 16)
-      value_tile<T, Rows, 1, Prefetch>(weights, chunk, args.head_dim, dim, rescale, out);
+      value_tile<T, Rows, 1, Ahead>(weights, chunk, args.head_dim, dim, rescale, out);
   };
-  if (prefetch_next)
-    values.template operator()<true>();
-  else
-    values.template operator()<false>();
+  switch (ahead) {
+    case 4: values.template operator()<4>(); break;
+    case 2: values.template operator()<2>(); break;
+    case 1: values.template operator()<1>(); break;
+    default: values.template operator()<0>();
+  }
 }
 
 template <class T, int Rows>
-static void attend_row_tile(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int rows, bool prefetch_next) {
+static void attend_row_tile(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int rows, int ahead) {
   if (rows == Rows) {
-    attend_rows<T, Rows>(args, chunk, first_row, prefetch_next);
+    attend_rows<T, Rows>(args, chunk, first_row, ahead);
   } else if constexpr (Rows > 1) {
-    attend_row_tile<T, Rows - 1>(args, chunk, first_row, rows, prefetch_next);
+    attend_row_tile<T, Rows - 1>(args, chunk, first_row, rows, ahead);
   }
 }
 
@@ -182,6 +186,7 @@ static void attend(const AttendArgs& args) {
 
   const int64_t value_offset = args.table.page_bytes / 2;
   const int tiles = (args.rows + kRowTile - 1) / kRowTile;
+  const int share = tiles == 1 ? kChunkPages : tiles < kChunkPages ? kChunkPages / 2 : 1;
   const char* following[kChunkPages];
   const auto number = [&](int i) { return args.pages ? args.pages[i] : args.page_begin + i; };
   for (int i = 0; i < kChunkPages; ++i)
@@ -210,7 +215,10 @@ static void attend(const AttendArgs& args) {
     for (int tile = 0; tile < tiles; ++tile) {
       const int first_row = static_cast<int>(int64_t{args.rows} * tile / tiles);
       const int last_row = static_cast<int>(int64_t{args.rows} * (tile + 1) / tiles);
-      attend_row_tile<T, kRowTile>(args, chunk, first_row, last_row - first_row, more && tile == 0);
+      // Every tile fetches its share of the next chunk, so that memory works all the time.
+      chunk.first_ahead = tile * share;
+      attend_row_tile<T, kRowTile>(args, chunk, first_row, last_row - first_row,
+                                   more && chunk.first_ahead < kChunkPages ? share : 0);
     }
   }
 }

@@ -5,7 +5,9 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <chrono>
+#include <random>
 
 #include "engine.h"
 
@@ -20,21 +22,26 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Bytes a second that all threads of the pool read together from `bytes` bytes at `address`, best of `rounds`.
-double read_bandwidth(ThreadPool& pool, uintptr_t address, int64_t bytes, int rounds) {
+// Bytes a second that all threads of the pool read together: [address, address + bytes) once, in pieces of `piece` bytes
+// one after the other, or in random order.
+double read_bandwidth(ThreadPool& pool, uintptr_t address, int64_t bytes, int64_t piece, bool shuffled) {
   const Kernels& kernels = *find_isa("auto").by_dtype[static_cast<int>(DType::f32)];
-  constexpr int64_t kPart = 1 << 20;
-  double best = 0.0;
+  constexpr int64_t kTaskBytes = 1 << 20;
+  std::vector<const char*> pieces;
+  for (int64_t at_byte = 0; at_byte + piece <= bytes; at_byte += piece) pieces.push_back(at<char>(address) + at_byte);
+  if (shuffled) std::shuffle(pieces.begin(), pieces.end(), std::mt19937_64(0));
+  const size_t per_task = std::max<int64_t>(1, kTaskBytes / piece);
   volatile float sink = 0.0f;
-  for (int r = 0; r < rounds; ++r) {
-    const auto start = std::chrono::steady_clock::now();
-    pool.session([&] {
-      pool.for_each(static_cast<int>(bytes / kPart), [&](int i) { sink = kernels.stream(at<char>(address) + i * kPart, kPart); });
+  const auto start = std::chrono::steady_clock::now();
+  pool.session([&] {
+    pool.for_each(static_cast<int>((pieces.size() + per_task - 1) / per_task), [&](int task) {
+      const size_t end = std::min(pieces.size(), (task + 1) * per_task);
+      for (size_t i = task * per_task; i < end; ++i)
+        sink = kernels.stream(pieces[i], piece, i + 1 < end ? pieces[i + 1] : nullptr);
     });
-    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-    best = std::max(best, static_cast<double>(bytes / kPart * kPart) / seconds.count());
-  }
-  return best;
+  });
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  return static_cast<double>(pieces.size() * piece) / seconds.count();
 }
 
 }  // namespace
@@ -56,7 +63,7 @@ NB_MODULE(_native, m) {
     return names;
   }, "Instruction sets that this machine runs, best first.");
   m.def("openmp_is_loaded", &ThreadPool::openmp_is_loaded);
-  m.def("read_bandwidth", &read_bandwidth, "pool"_a, "address"_a, "bytes"_a, "rounds"_a = 5,
+  m.def("read_bandwidth", &read_bandwidth, "pool"_a, "address"_a, "bytes"_a, "piece"_a, "shuffled"_a = false,
         nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Layout>(m, "Layout")

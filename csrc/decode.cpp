@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "engine.h"
 
@@ -21,7 +22,8 @@ bool was_last(int& pending) { return std::atomic_ref<int>(pending).fetch_sub(1, 
 void Engine::attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection) {
   collect_items(batch, selection);
   if (item_count_ == 0) return;
-  score_and_rank(call, batch);
+  score(call, batch);
+  rank();
   attend_selected(call, batch);
   attend_progressive(call, batch, selection);
   count_stats();
@@ -60,7 +62,6 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
       item.budget = ranked ? budget : candidates;
       item.score_offset = scores;
       item.order.clear();
-      item.reading.clear();
       item.open = progressive;
       item.left = candidates;
       item.wasted = 0;
@@ -72,59 +73,70 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
   if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(scores);
 }
 
-// Scores the candidates' summaries for each query head; the task that scores an item's last span ranks them for the
-// group, while other threads go on with the next item.
-void Engine::score_and_rank(const LayerCall& call, const Batch& batch) {
-  const Layout& layout = geometry_.layout;
-  const int group = geometry_.group();
+// Scores the candidates' summaries for each query head.
+void Engine::score(const LayerCall& call, const Batch& batch) {
   spans_.clear();
-  for (int i = 0; i < item_count_; ++i) {
-    Item& item = items_[i];
+  for (int i = 0; i < item_count_; i += geometry_.kv_heads) {
+    const Item& item = items_[i];
     if (!item.ranked) continue;
     const int candidates = item.candidate_end - item.candidate_begin;
-    const int parts = pool_.size() == 1 ? 1 : std::clamp(candidates / kMinScoreSpan, 1, 2 * pool_.size());
-    item.pending = parts;
+    const int parts = pool_.size() == 1 ? 1 : std::clamp(candidates / kMinScoreSpan, 1, kSpansPerThread * pool_.size());
     for (int p = 0; p < parts; ++p) {
       const int first = static_cast<int>(int64_t{candidates} * p / parts);
       const int last = static_cast<int>(int64_t{candidates} * (p + 1) / parts);
       spans_.push_back({i, nullptr, item.candidate_begin + first, last - first, 0});
     }
   }
-  if (spans_.empty()) return;
-  pool_.for_each(static_cast<int>(spans_.size()), [&](int s) {
-    const Span& span = spans_[s];
-    Item& item = items_[span.item];
-    const int candidates = item.candidate_end - item.candidate_begin;
-    static thread_local std::vector<float> prepared;  // room for the widest operands
-    static thread_local std::vector<const void*> queries;
-    prepared.resize(int64_t{group} * layout.summary_elements());
-    queries.resize(group);
-    for (int g = 0; g < group; ++g) {
-      float* row = prepared.data() + int64_t{g} * layout.summary_elements();
-      kernels_.prepare_summary_query(query_row(call, item.token, item.head * group + g), layout.head_dim, layout.summary,
-                                     row);
-      queries[g] = row;
-    }
-    float* scores = scores_.data() + item.score_offset + (span.page_begin - item.candidate_begin);
-    kernels_.score({queries.data(), group, span.page_begin, span.count,
-                    page_table(call, batch, item.request, item.head), layout.summary_elements(), geometry_.scale, scores,
-                    candidates});
-    if (was_last(item.pending)) rank(item);
+  pool_.for_each(static_cast<int>(spans_.size()), [&](int s) { score_span(call, batch, spans_[s]); });
+}
+
+void Engine::score_span(const LayerCall& call, const Batch& batch, const Span& span) {
+  const Layout& layout = geometry_.layout;
+  const int group = geometry_.group();
+  const Item& item = items_[span.item];
+  const int candidates = item.candidate_end - item.candidate_begin;
+  static thread_local std::vector<float> prepared;  // room for the widest operands
+  static thread_local std::vector<const void*> queries;
+  prepared.resize(int64_t{geometry_.q_heads} * layout.summary_elements());
+  queries.resize(geometry_.q_heads);
+  for (int h = 0; h < geometry_.q_heads; ++h) {
+    float* row = prepared.data() + int64_t{h} * layout.summary_elements();
+    kernels_.prepare_summary_query(query_row(call, item.token, h), layout.head_dim, layout.summary, row);
+    queries[h] = row;
+  }
+  kernels_.score({queries.data(), geometry_.kv_heads, group, span.page_begin, span.count,
+                  page_table(call, batch, item.request, 0), layout.summary_elements(), geometry_.scale,
+                  scores_.data() + item.score_offset + (span.page_begin - item.candidate_begin),
+                  int64_t{group + 1} * candidates, candidates});
+}
+
+void Engine::rank() {
+  pool_.for_each(item_count_, [&](int i) {
+    if (items_[i].ranked) rank_item(items_[i]);
   });
 }
 
-void Engine::rank(Item& item) {
+// Ranks the candidates for the group; where the budget is all that limits the reading, puts the chosen ones between the
+// two parts of the retained set. In sequence order: neighbours in memory are read one after the other.
+void Engine::rank_item(Item& item) {
   const int group = geometry_.group();
   const int candidates = item.candidate_end - item.candidate_begin;
-  float* scores = scores_.data() + item.score_offset;
-  float* grouped = scores + int64_t{group} * candidates;
-  kernels_.group_scores(scores, candidates, group, candidates, grouped);
-  item.rank.build(kernels_, grouped, candidates, item.candidate_begin);
-  if (item.progressive) return;
-  item.rank.next(item.budget, item.order);
-  // Sequence order: neighbours in memory are read one after the other.
-  item.reading = item.order;
-  std::sort(item.reading.begin(), item.reading.end());
+  const float* scores = scores_.data() + item.score_offset;
+  float* grouped = scores_.data() + item.score_offset + int64_t{group} * candidates;
+  if (group > 1)
+    kernels_.group_scores(scores, candidates, group, candidates, grouped);
+  else
+    grouped = scores_.data() + item.score_offset;
+  const int chosen = item.progressive ? 0 : item.budget;
+  item.reading.resize(item.candidate_begin + chosen + (item.pages - item.candidate_end));
+  int32_t* out = item.reading.data();
+  for (int p = 0; p < item.candidate_begin; ++p) *out++ = p;
+  if (item.progressive)
+    item.rank.build(kernels_, grouped, candidates, item.candidate_begin);
+  else
+    select_best(kernels_, grouped, candidates, chosen, item.candidate_begin, out);
+  out += chosen;
+  for (int p = item.candidate_end; p < item.pages; ++p) *out++ = p;
 }
 
 // Items whose pages are known before any is read: dense and fixed budgets; and the retained set of progressive ones.
@@ -136,9 +148,6 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
       total += item.pages;
       continue;
     }
-    item.reading.insert(item.reading.begin(), item.candidate_begin, 0);
-    for (int p = 0; p < item.candidate_begin; ++p) item.reading[p] = p;
-    for (int p = item.candidate_end; p < item.pages; ++p) item.reading.push_back(p);
     total += static_cast<int64_t>(item.reading.size());
   }
   const int64_t parts = pool_.size() == 1 ? 1 : int64_t{kSpansPerThread} * pool_.size();
@@ -293,7 +302,7 @@ void Engine::count_stats() {
   for (int i = 0; i < item_count_; ++i) {
     const Item& item = items_[i];
     const int candidates = item.candidate_end - item.candidate_begin;
-    const int selected = item.ranked ? static_cast<int>(item.order.size()) : candidates;
+    const int selected = item.progressive ? static_cast<int>(item.order.size()) : item.budget;
     stats_.pages_total += item.pages;
     stats_.pages_candidate += candidates;
     stats_.pages_read += item.pages - candidates + selected;
@@ -310,9 +319,13 @@ std::vector<int32_t> Engine::last_plan(int request, int kv_head) const {
   for (int i = 0; i < item_count_; ++i) {
     const Item& item = items_[i];
     if (item.request != request || item.head != kv_head) continue;
-    if (item.ranked) return item.order;
-    std::vector<int32_t> all;
-    for (int p = item.candidate_begin; p < item.candidate_end; ++p) all.push_back(p);
+    if (item.progressive) return item.order;
+    if (item.ranked) {
+      const auto first = item.reading.begin() + item.candidate_begin;
+      return {first, first + item.budget};
+    }
+    std::vector<int32_t> all(item.candidate_end - item.candidate_begin);
+    std::iota(all.begin(), all.end(), item.candidate_begin);
     return all;
   }
   return {};

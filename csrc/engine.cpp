@@ -35,7 +35,8 @@ void Engine::forward(const LayerCall& call, const Batch& batch, const Selection&
 
 PageTable Engine::page_table(const LayerCall& call, const Batch& batch, int request, int head) const {
   const Layout& layout = geometry_.layout;
-  return {call.kv + head * layout.head_block_bytes(),
+  return {call.kv + head * layout.head_pages_bytes(),
+          call.kv + geometry_.kv_heads * layout.head_pages_bytes() + head * layout.head_summaries_bytes(),
           batch.block_table + request * batch.block_table_stride,
           call.block_stride,
           layout.page_bytes(),
@@ -63,14 +64,15 @@ void Engine::append(const LayerCall& call, const Batch& batch) {
       const int offset = static_cast<int>(slot % kPageTokens);
       int count = 1;
       while (t + count < end && offset + count < kPageTokens && batch.slot_mapping[t + count] == slot + count) ++count;
-      char* region = call.kv + slot / layout.block_tokens * call.block_stride + head * layout.head_block_bytes();
+      char* block = call.kv + slot / layout.block_tokens * call.block_stride;
       const int64_t page = slot % layout.block_tokens / kPageTokens;
-      char* target = region + page * layout.page_bytes();
+      char* target = block + head * layout.head_pages_bytes() + page * layout.page_bytes();
       const int64_t column = int64_t{head} * layout.head_dim;
       kernels_.write_page(target, offset, count, layout.head_dim, call.key + (t * call.key_stride + column) * bytes,
                           call.key_stride, call.value + (t * call.value_stride + column) * bytes, call.value_stride);
       if (offset + count == kPageTokens) {
-        char* summary = region + layout.pages_per_block() * layout.page_bytes() + page * layout.summary_bytes();
+        char* summary = block + geometry_.kv_heads * layout.head_pages_bytes() +
+                        head * layout.head_summaries_bytes() + page * layout.summary_bytes();
         kernels_.summarize(target, summary, layout.head_dim, layout.summary);
       }
       t += count;

@@ -113,8 +113,8 @@ class Engine {
     int pending;  // tasks of the current phase not finished yet; the one that finishes last takes the item's next step
     int budget;
     int64_t score_offset;
-    std::vector<int32_t> order;     // candidate pages chosen, in rank order
-    std::vector<int32_t> reading;   // pages of this round, in reading order
+    std::vector<int32_t> reading;  // ranked: pages known before any is read, ascending; progressive: the retained set
+    std::vector<int32_t> order;    // progressive: candidate pages read so far, in rank order
     RankedPages rank;
     bool open;                      // progressive: not stopped yet
     int left;                       // progressive: candidates not yet counted
@@ -123,8 +123,8 @@ class Engine {
     float kept;
     std::vector<float> lse_min;     // [group]
   };
-  struct Span {  // one task of attention
-    int item;
+  struct Span {  // one task: of attention for one item, of scoring for all items of a request
+    int item;    // scoring: the first
     const int32_t* pages;  // null: a range
     int page_begin;
     int count;
@@ -135,9 +135,11 @@ class Engine {
   void attend_exact(const LayerCall& call, const Batch& batch);
   void run_row_block(const LayerCall& call, const Batch& batch, const RowBlock& block, int split);
   void attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection);
-  void rank(Item& item);
   void collect_items(const Batch& batch, const Selection& selection);
-  void score_and_rank(const LayerCall& call, const Batch& batch);
+  void score(const LayerCall& call, const Batch& batch);
+  void score_span(const LayerCall& call, const Batch& batch, const Span& span);
+  void rank();
+  void rank_item(Item& item);
   void attend_selected(const LayerCall& call, const Batch& batch);
   void attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection);
   void verify(Item& item, const Selection& selection, int pages_read);

@@ -26,16 +26,19 @@ struct AttendArgs {
   float* page_lse_min;  // [rows] or null: smallest log-sum-exp of one page (PSA's AS_min, as a logarithm)
 };
 
+// Query rows against the summaries of a range of pages, for all KV heads of a request: a block's lie in one piece.
 struct ScoreArgs {
-  const void* const* queries;  // [rows] prepared summary operands (see prepare_summary_query)
-  int rows;
+  const void* const* queries;  // [heads * rows] prepared summary operands (see prepare_summary_query)
+  int heads;
+  int rows;  // of a head
   int page_begin;
   int num_pages;
-  PageTable table;
+  PageTable table;  // of the first head
   int summary_elements;
   float scale;
-  float* scores;        // row r at scores + r * score_stride
-  int64_t score_stride; // floats
+  float* scores;  // row r of head h at scores + h * head_stride + r * row_stride
+  int64_t head_stride;
+  int64_t row_stride;
 };
 
 struct Kernels {
@@ -60,8 +63,8 @@ struct Kernels {
   void (*summarize)(const char* page, char* out, int head_dim, Summary summary);
   // out[i] = values[i] * factor, rounded to the dtype.
   void (*store_row)(void* out, const float* values, float factor, int head_dim);
-  // Sum of the bytes as floats: a streaming read, for the measured ceiling.
-  float (*stream)(const char* bytes, int64_t size);
+  // Sum of the bytes as floats: a plain read, for the measured ceiling. `next`: read after these, fetched meanwhile.
+  float (*stream)(const char* bytes, int64_t size, const char* next);
 };
 
 struct Isa {

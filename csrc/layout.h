@@ -1,6 +1,8 @@
 // How one layer's KV memory is laid out: the one place that knows it (documented for readers in ARCHITECTURE.md).
 //
-// A block's region of one KV head is contiguous: its pages, then the summaries of its pages.
+// A block is the pages of its KV heads, head by head, then the summaries of these pages, head by head: scoring reads the
+// summaries of a block in one piece.
+//   block    [head][page], [head][summary]
 //   page     K part, V part; 16 tokens each
 //   K part   bf16: [head_dim/2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
 //   V part   bf16: [8 token pairs][head_dim][2 tokens]  f16, f32: [16 tokens][head_dim]
@@ -31,12 +33,16 @@ struct Layout {
   int64_t value_offset() const { return page_bytes() / 2; }
   int summary_elements() const { return summary == Summary::minmax ? 2 * head_dim : head_dim; }
   int64_t summary_bytes() const { return int64_t{summary_elements()} * element_bytes(dtype); }
-  int64_t head_block_bytes() const { return pages_per_block() * (page_bytes() + summary_bytes()); }
+  // A KV head's part of a block: its pages, and among the summaries its own.
+  int64_t head_pages_bytes() const { return pages_per_block() * page_bytes(); }
+  int64_t head_summaries_bytes() const { return pages_per_block() * summary_bytes(); }
+  int64_t head_block_bytes() const { return head_pages_bytes() + head_summaries_bytes(); }
 };
 
 // Where the pages of one request and KV head lie: page p of the sequence is page p % pages_per_block of block p / pages_per_block.
 struct PageTable {
-  char* base;                  // the layer's KV memory plus the head's offset in a block
+  char* base;                  // the layer's KV memory plus the offset of the head's pages in a block
+  char* summaries;             // likewise of its summaries
   const int32_t* block_table;  // [blocks of the request]
   int64_t block_stride;        // bytes
   int64_t page_bytes;
@@ -47,8 +53,7 @@ struct PageTable {
     return base + block_table[index / pages_per_block] * block_stride + (index % pages_per_block) * page_bytes;
   }
   char* summary(int index) const {
-    return base + block_table[index / pages_per_block] * block_stride + pages_per_block * page_bytes +
-           (index % pages_per_block) * summary_bytes;
+    return summaries + block_table[index / pages_per_block] * block_stride + (index % pages_per_block) * summary_bytes;
   }
 };
 

@@ -33,85 +33,87 @@ static void prepare_summary_query(const void* query, int head_dim, Summary summa
   }
 }
 
-inline constexpr int kScorePages = 4;  // pages scored together, so that their sums across lanes are taken together
+inline constexpr int kScorePages = 4;  // pages scored together,
+inline constexpr int kScoreRows = 4;   // with as many rows: 16 sums across lanes are taken together
 
 // Rows against `Pages` summaries that lie one after another; `ahead` is where the same pages of a later block lie.
 template <class T, int Rows, int Pages>
-static inline void score_tile(const ScoreArgs& args, int first_row, const char* summaries, const char* ahead,
+static inline void score_tile(const ScoreArgs& args, const void* const* rows, const char* summaries, const char* ahead,
                               float* scores) {
   using Operand = typename T::Operand;
   const int64_t bytes = args.table.summary_bytes;
   const int elements = args.summary_elements;
   const Operand* queries[Rows];
-  for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const Operand*>(args.queries[first_row + r]);
-  vf acc[Rows][kScorePages];
-  for (int r = 0; r < Rows; ++r)
+  for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const Operand*>(rows[r]);
+  vf acc[kScoreRows][kScorePages];
+  for (int r = 0; r < kScoreRows; ++r)
     for (int p = 0; p < kScorePages; ++p) acc[r][p] = zero();
-  const auto add_run = [&](int e, int count) {
+  for (int e = 0; e < elements; e += T::run_elements) {
+    const int count = elements - e;
     typename T::Run run[Pages];
     for (int p = 0; p < Pages; ++p) {
       const int64_t at = p * bytes + e * static_cast<int64_t>(sizeof(typename T::Element));
       run[p] = T::load_run(summaries + at, count);
-      prefetch(ahead + at);
+      if (ahead) prefetch(ahead + at);
     }
     for (int r = 0; r < Rows; ++r) {
       const typename T::Run q = T::load_operands(queries[r] + e, count);
       for (int p = 0; p < Pages; ++p) acc[r][p] = T::multiply_run(acc[r][p], run[p], q);
     }
-  };
-  int e = 0;
-  for (; e + T::run_elements <= elements; e += T::run_elements) add_run(e, T::run_elements);
-  if (e < elements) add_run(e, elements - e);
-  for (int r = 0; r < Rows; ++r) {
-    float* out = scores + (first_row + r) * args.score_stride;
-    if constexpr (Pages == kScorePages) {
-      reduce_add4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], args.scale, out);
-    } else {
-      for (int p = 0; p < Pages; ++p) out[p] = reduce_add(acc[r][p]) * args.scale;
-    }
+  }
+  if constexpr (Pages == kScorePages && Rows > 1) {
+    reduce_add4x4(acc, args.scale, Rows, scores, args.row_stride);
+  } else if constexpr (Pages == kScorePages) {
+    reduce_add4(acc[0][0], acc[0][1], acc[0][2], acc[0][3], args.scale, scores);
+  } else {
+    for (int r = 0; r < Rows; ++r)
+      for (int p = 0; p < Pages; ++p) scores[r * args.row_stride + p] = reduce_add(acc[r][p]) * args.scale;
   }
 }
 
 template <class T, int Rows, int Pages>
-static inline void score_row_tile(const ScoreArgs& args, int first_row, int rows, const char* summaries,
+static inline void score_row_tile(const ScoreArgs& args, const void* const* queries, int rows, const char* summaries,
                                   const char* ahead, float* scores) {
   if (rows == Rows) {
-    score_tile<T, Rows, Pages>(args, first_row, summaries, ahead, scores);
+    score_tile<T, Rows, Pages>(args, queries, summaries, ahead, scores);
   } else if constexpr (Rows > 1) {
-    score_row_tile<T, Rows - 1, Pages>(args, first_row, rows, summaries, ahead, scores);
+    score_row_tile<T, Rows - 1, Pages>(args, queries, rows, summaries, ahead, scores);
   }
 }
 
 template <class T>
 static void score(const ScoreArgs& args) {
-  constexpr int kPagesAhead = 32;
-  constexpr int kRows = 4;
+  constexpr int64_t kBytesAhead = 8192;
   const PageTable& table = args.table;
   const int per_block = table.pages_per_block;
-  const int blocks_ahead = (kPagesAhead + per_block - 1) / per_block;
+  const int64_t head_bytes = per_block * table.summary_bytes;
+  const int blocks_ahead = static_cast<int>((kBytesAhead - 1) / (args.heads * head_bytes)) + 1;
   const int last_block = (args.page_begin + args.num_pages - 1) / per_block;
-  const auto summaries_of = [&](int block) {
-    return table.base + table.block_table[block] * table.block_stride + per_block * table.page_bytes;
-  };
+  const auto summaries_of = [&](int block) { return table.summaries + table.block_table[block] * table.block_stride; };
   int done = 0;
-  int in_block = args.page_begin % per_block;
-  for (int block = args.page_begin / per_block; done < args.num_pages; ++block, in_block = 0) {
+  int first = args.page_begin % per_block;
+  for (int block = args.page_begin / per_block; done < args.num_pages; ++block, first = 0) {
     const char* here = summaries_of(block);
-    const char* ahead = summaries_of(block + blocks_ahead < last_block ? block + blocks_ahead : last_block);
-    const int end = per_block - in_block < args.num_pages - done ? per_block : in_block + args.num_pages - done;
-    while (in_block < end) {
-      const bool whole = end - in_block >= kScorePages;
-      const int64_t at = in_block * table.summary_bytes;
-      for (int row = 0; row < args.rows; row += kRows) {
-        const int rows = args.rows - row < kRows ? args.rows - row : kRows;
-        if (whole)
-          score_row_tile<T, kRows, kScorePages>(args, row, rows, here + at, ahead + at, args.scores + done);
-        else
-          score_row_tile<T, kRows, 1>(args, row, rows, here + at, ahead + at, args.scores + done);
+    const char* ahead = block + blocks_ahead <= last_block ? summaries_of(block + blocks_ahead) : nullptr;
+    const int count = per_block - first < args.num_pages - done ? per_block - first : args.num_pages - done;
+    for (int head = 0; head < args.heads; ++head) {
+      for (int i = 0; i < count;) {
+        const bool whole = count - i >= kScorePages;
+        const int64_t at = head * head_bytes + (first + i) * table.summary_bytes;
+        float* out = args.scores + head * args.head_stride + done + i;
+        for (int row = 0; row < args.rows; row += kScoreRows) {
+          const int rows = args.rows - row < kScoreRows ? args.rows - row : kScoreRows;
+          const void* const* queries = args.queries + head * args.rows + row;
+          const char* next = ahead && row == 0 ? ahead + at : nullptr;
+          if (whole)
+            score_row_tile<T, kScoreRows, kScorePages>(args, queries, rows, here + at, next, out + row * args.row_stride);
+          else
+            score_row_tile<T, kScoreRows, 1>(args, queries, rows, here + at, next, out + row * args.row_stride);
+        }
+        i += whole ? kScorePages : 1;
       }
-      in_block += whole ? kScorePages : 1;
-      done += whole ? kScorePages : 1;
     }
+    done += count;
   }
 }
 
@@ -214,11 +216,13 @@ static void store_row(void* out, const float* values, float factor, int head_dim
   for (int d = 0; d < head_dim; ++d) result[d] = T::from_float(values[d] * factor);
 }
 
-static float stream(const char* bytes, int64_t size) {
+static float stream(const char* bytes, int64_t size, const char* next) {
   vf acc[8];
   for (int i = 0; i < 8; ++i) acc[i] = zero();
-  for (int64_t at = 0; at + 512 <= size; at += 512)
+  for (int64_t at = 0; at + 512 <= size; at += 512) {
+    for (int i = 0; i < 8 && next; ++i) prefetch(next + at + 64 * i);
     for (int i = 0; i < 8; ++i) acc[i] = add(acc[i], load(reinterpret_cast<const float*>(bytes + at + 64 * i)));
+  }
   for (int i = 1; i < 8; ++i) acc[0] = add(acc[0], acc[i]);
   return reduce_add(acc[0]);
 }

@@ -7,7 +7,45 @@ namespace {
 
 constexpr int kBuckets = 1024;
 
+struct Candidate {
+  float score;
+  int32_t index;
+  bool operator<(const Candidate& other) const {  // ranks before
+    return score != other.score ? score > other.score : index < other.index;
+  }
+};
+
 }  // namespace
+
+// A histogram over score buckets finds the bucket in which the last wanted page lies; only its pages are compared.
+void select_best(const Kernels& kernels, const float* scores, int count, int wanted, int first_page, int32_t* out) {
+  if (wanted <= 0) return;
+  static thread_local std::vector<uint16_t> bucket_of;
+  static thread_local std::vector<Candidate> last_bucket;
+  bucket_of.resize(count);
+  kernels.bucket_scores(scores, count, kBuckets, bucket_of.data());
+  int32_t sizes[2][kBuckets] = {};  // two, since neighbours often fall into one bucket
+  for (int i = 0; i + 1 < count; i += 2) {
+    ++sizes[0][bucket_of[i]];
+    ++sizes[1][bucket_of[i + 1]];
+  }
+  if (count % 2) ++sizes[0][bucket_of[count - 1]];
+  int bucket = 0;
+  int above = 0;
+  for (; above + sizes[0][bucket] + sizes[1][bucket] < wanted; ++bucket) above += sizes[0][bucket] + sizes[1][bucket];
+  last_bucket.clear();
+  for (int i = 0; i < count; ++i)
+    if (bucket_of[i] == bucket) last_bucket.push_back({scores[i], i});
+  const auto last = last_bucket.begin() + (wanted - above - 1);
+  std::nth_element(last_bucket.begin(), last, last_bucket.end());
+  const Candidate cut = *last;
+  int taken = 0;
+  for (int i = 0; i < count; ++i) {
+    const bool take = bucket_of[i] < bucket || (bucket_of[i] == bucket && !(cut < Candidate{scores[i], i}));
+    if (taken < wanted) out[taken] = first_page + i;  // overwritten unless taken
+    taken += take;
+  }
+}
 
 void RankedPages::build(const Kernels& kernels, const float* scores, int count, int first_page) {
   entries_.resize(count);

@@ -1,4 +1,4 @@
-// Candidate pages in descending score order, sorted only as far as they are asked for.
+// Candidate pages by score: the best so many of them, or all in descending order, sorted only as far as asked for.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,10 @@
 #include "kernel_table.h"
 
 namespace hybrid_sparse {
+
+// The best `wanted` pages, in ascending page order: scores[i], finite, belongs to page first_page + i, and of equal scores
+// the lower page is better. Writes to out[0, wanted); 0 <= wanted <= count.
+void select_best(const Kernels& kernels, const float* scores, int count, int wanted, int first_page, int32_t* out);
 
 // Counting sort into score buckets, each sorted when it is reached: reading the best k of n pages costs
 // O(n + k log k) with a small constant, where a full sort of 8192 pages would take half a millisecond.

@@ -100,12 +100,12 @@ struct Bf16Dot {
   static inline void store_weights(Op* out, const float* weights) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(load(weights)));
   }
-  // A run of summary elements and of prepared summary operands (bf16); `count` is 32 or, for an odd last run, 16.
+  // A run of summary elements and of prepared summary operands (bf16); where fewer than 32 are left, 16 are.
   using Operand = uint16_t;
   using Run = __m512bh;
   static constexpr int run_elements = 32;
   static inline Run load_run(const char* p, int count) {
-    return (__m512bh)(count == 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16(0xffffu, p));
+    return (__m512bh)_mm512_maskz_loadu_epi16(count < 32 ? 0xffffu : 0xffffffffu, p);
   }
   static inline Run load_operands(const Operand* p, int count) { return load_run(reinterpret_cast<const char*>(p), count); }
   static inline vf multiply_run(vf acc, Run a, Run b) { return _mm512_dpbf16_ps(acc, a, b); }

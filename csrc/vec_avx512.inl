@@ -27,6 +27,25 @@ static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) 
   const __m128 s = _mm_hadd_ps(_mm_hadd_ps(halves(a), halves(b)), _mm_hadd_ps(halves(c), halves(d)));
   _mm_storeu_ps(out, _mm_mul_ps(s, _mm_set1_ps(scale)));
 }
+// Likewise of the arguments of each of the first `rows` rows, a row's results at out + row * stride.
+static inline __m512 quarter_sums(const vf (&x)[4]) {  // in each quarter: the sums of that quarter of x[0] to x[3]
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  return _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+}
+static inline void reduce_add4x4(const vf (&x)[4][4], float scale, int rows, float* out, int64_t stride) {
+  const __m512 a = quarter_sums(x[0]), b = quarter_sums(x[1]), c = quarter_sums(x[2]), d = quarter_sums(x[3]);
+  const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+  const __m512 sums = _mm512_mul_ps(
+      set1(scale), _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd)));
+  _mm_storeu_ps(out, _mm512_castps512_ps128(sums));
+  if (rows > 1) _mm_storeu_ps(out + stride, _mm512_extractf32x4_ps(sums, 1));
+  if (rows > 2) _mm_storeu_ps(out + 2 * stride, _mm512_extractf32x4_ps(sums, 2));
+  if (rows > 3) _mm_storeu_ps(out + 3 * stride, _mm512_extractf32x4_ps(sums, 3));
+}
 
 // Lanes from `count` on become `fill`.
 static inline vf keep_first(vf x, int count, float fill) {

@@ -28,6 +28,10 @@ static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) 
   out[2] = reduce_add(c) * scale;
   out[3] = reduce_add(d) * scale;
 }
+// Likewise of the arguments of each of the first `rows` rows, a row's results at out + row * stride.
+static inline void reduce_add4x4(const vf (&x)[4][4], float scale, int rows, float* out, int64_t stride) {
+  for (int r = 0; r < rows; ++r) reduce_add4(x[r][0], x[r][1], x[r][2], x[r][3], scale, out + r * stride);
+}
 
 // Lanes from `count` on become `fill`.
 static inline vf keep_first(vf x, int count, float fill) {

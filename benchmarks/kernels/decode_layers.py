@@ -11,12 +11,12 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch, native_selection
 from vllm_hybrid_sparse.kernels.paged_attention.reference import paged_attention
 from vllm_hybrid_sparse.memory.layout import BlockLayout
+from vllm_hybrid_sparse.memory.prefault import prefault
 from vllm_hybrid_sparse.policy.selectors import SpecSelector
 from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 
 DTYPE = torch.bfloat16
 BLOCK_TOKENS = 128
-SUMMARY = "minmax"
 RETAINED = RetainedSet()
 _CHECK_TOKENS = 2001  # the last page partly filled
 _TILE_ELEMENTS = 2**25
@@ -30,6 +30,7 @@ class Shape:
     group: int  # query heads that share a KV head
     kv_heads: int
     budget_ratio: float  # of the candidate pages; 1 reads all of them without scoring
+    summary: str
 
     @property
     def selection(self) -> SelectionSpec:
@@ -39,7 +40,7 @@ class Shape:
     @property
     def layout(self) -> BlockLayout:
         """Where the bytes of a block lie."""
-        return BlockLayout(dtype="bf16", head_dim=self.head_dim, block_tokens=BLOCK_TOKENS, summary=SUMMARY)
+        return BlockLayout(dtype="bf16", head_dim=self.head_dim, block_tokens=BLOCK_TOKENS, summary=self.summary)
 
     @property
     def block_bytes(self) -> int:
@@ -63,17 +64,18 @@ class Shape:
             head_dim=self.head_dim,
             block_tokens=BLOCK_TOKENS,
             scale=self.head_dim**-0.5,
-            summary=SUMMARY,
+            summary=self.summary,
             isa=isa,
             pool=pool,
         )
 
 
 def make_arena(arena_bytes: int) -> Tensor:
-    """Return that many bytes of random bf16 numbers, all of them in memory; [arena_bytes] uint8."""
+    """Return that many bytes of random bf16 numbers, backed the way the server backs its KV; [arena_bytes] uint8."""
     generator = torch.Generator().manual_seed(0)
     tile = torch.randn(_TILE_ELEMENTS, generator=generator).to(DTYPE).view(torch.uint8)
     arena = torch.empty(arena_bytes, dtype=torch.uint8)
+    prefault(arena)
     for start in range(0, arena_bytes, tile.numel()):
         part = arena[start : start + tile.numel()]
         part.copy_(tile[: part.numel()])
@@ -122,7 +124,7 @@ def check_step(shape: Shape, pool: _native.ThreadPool, isa: str) -> None:
         selector=SpecSelector(shape.selection),
         retained=RETAINED,
         scale=shape.head_dim**-0.5,
-        summary=SUMMARY,
+        summary=shape.summary,
     )
     assert_close(output[-1:], expected.out)
 

@@ -19,17 +19,15 @@ def check_memory(layer: ServedLayer, request: Request) -> None:
     """The packed cache of a request holds its K and V, and of every full page the summary, bit for bit."""
     layout, block_tokens, num_tokens = layer.shape.layout, layer.shape.block_tokens, len(request.key)
     for index, block in enumerate(request.blocks):
-        regions = layer.kv_cache[block].view(layer.shape.num_kv_heads, layout.head_block_bytes)
-        for kv_head, region in enumerate(regions):
-            key, value, summaries = layout.unpack(region)
-            start = index * block_tokens
-            stored = min(block_tokens, num_tokens - start)
-            logical_key = request.key[start : start + stored, kv_head]
-            assert torch.equal(key[:stored], logical_key)
-            assert torch.equal(value[:stored], request.value[start : start + stored, kv_head])
-            full_pages = stored // 16
-            expected = summarize_pages(logical_key[: 16 * full_pages], layout.summary)
-            assert torch.equal(summaries[:full_pages], expected)
+        key, value, summaries = layout.unpack(layer.kv_cache[block], layer.shape.num_kv_heads)
+        start = index * block_tokens
+        stored = min(block_tokens, num_tokens - start)
+        assert torch.equal(key[:stored], request.key[start : start + stored])
+        assert torch.equal(value[:stored], request.value[start : start + stored])
+        full_pages = stored // 16
+        for kv_head in range(layer.shape.num_kv_heads):
+            expected = summarize_pages(request.key[start : start + 16 * full_pages, kv_head], layout.summary)
+            assert torch.equal(summaries[kv_head, :full_pages], expected)
 
 
 @pytest.mark.parametrize("isa", supported_isas())
@@ -131,13 +129,12 @@ def test_negative_slots_in_the_middle_of_a_page_leave_their_tokens_alone(dtype: 
     batch = layer.batch([request], [64], [False], slots)
     layer.attention.forward(query, key, value, layer.kv_cache, batch, TOPK, RETAINED, torch.empty_like(query))
     request.key[written], request.value[written] = key[written], value[written]
+    stored_key, stored_value, summaries = layer.shape.layout.unpack(layer.kv_cache[request.blocks[0]], 2)
+    assert torch.equal(stored_key, request.key[:32])
+    assert torch.equal(stored_value, request.value[:32])
     for kv_head in range(2):
-        region = layer.kv_cache[request.blocks[0]].view(2, -1)[kv_head]
-        stored_key, stored_value, summaries = layer.shape.layout.unpack(region)
-        assert torch.equal(stored_key, request.key[:32, kv_head])
-        assert torch.equal(stored_value, request.value[:32, kv_head])
         # Page 1 was written up to its last token, so its summary is new.
-        assert torch.equal(summaries[1:], summarize_pages(request.key[16:32, kv_head], "minmax"))
+        assert torch.equal(summaries[kv_head, 1:], summarize_pages(request.key[16:32, kv_head], "minmax"))
 
 
 def test_a_shared_prefix_is_read_by_both_requests() -> None:

@@ -1,5 +1,7 @@
 """Where the elements of a block lie."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,55 +17,61 @@ LAYOUTS = [
 ]
 
 
+KV_HEADS = 3
+
+
 def random_block(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    key, value = torch.randn(2, layout.block_tokens, layout.head_dim).to(layout.torch_dtype)
+    key, value = torch.randn(2, layout.block_tokens, KV_HEADS, layout.head_dim).to(layout.torch_dtype)
     return key, value
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_what_is_packed_is_unpacked(layout: BlockLayout) -> None:
     key, value = random_block(layout)
-    region = layout.pack_reference(key, value)
-    assert region.numel() * region.element_size() == layout.head_block_bytes
-    for storage in (region, region.view(torch.uint8), region.view(torch.int16)):
-        unpacked_key, unpacked_value, summaries = layout.unpack(storage)
+    block = layout.pack_reference(key, value)
+    assert block.numel() * block.element_size() == KV_HEADS * layout.head_block_bytes
+    for storage in (block, block.view(torch.uint8), block.view(torch.int16)):
+        unpacked_key, unpacked_value, summaries = layout.unpack(storage, KV_HEADS)
         assert torch.equal(unpacked_key, key)
         assert torch.equal(unpacked_value, value)
-        assert torch.equal(summaries, summarize_pages(key, layout.summary))
+        for head in range(KV_HEADS):
+            assert torch.equal(summaries[head], summarize_pages(key[:, head], layout.summary))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_element_lies_where_the_layout_says(layout: BlockLayout) -> None:
     key, value = random_block(layout)
-    region, d = layout.pack_reference(key, value), layout.head_dim
-    for token in (0, 1, 15, layout.block_tokens - 1):
+    block, d = layout.pack_reference(key, value), layout.head_dim
+    for head, token in itertools.product(range(KV_HEADS), (0, 1, 15, layout.block_tokens - 1)):
         page, lane = divmod(token, 16)
+        page_at = (head * layout.pages_per_block + page) * 32 * d
         for dim in (0, 1, 2, d - 1):
             if layout.dtype == "bf16":
-                key_at = page * 32 * d + (dim // 2) * 32 + lane * 2 + dim % 2
-                value_at = page * 32 * d + 16 * d + (lane // 2) * 2 * d + dim * 2 + lane % 2
+                key_at = page_at + (dim // 2) * 32 + lane * 2 + dim % 2
+                value_at = page_at + 16 * d + (lane // 2) * 2 * d + dim * 2 + lane % 2
             else:
-                key_at = page * 32 * d + dim * 16 + lane
-                value_at = page * 32 * d + 16 * d + lane * d + dim
-            assert region[key_at] == key[token, dim]
-            assert region[value_at] == value[token, dim]
+                key_at = page_at + dim * 16 + lane
+                value_at = page_at + 16 * d + lane * d + dim
+            assert block[key_at] == key[token, head, dim]
+            assert block[value_at] == value[token, head, dim]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_summaries_follow_the_last_page(layout: BlockLayout) -> None:
+def test_summaries_follow_the_pages_of_the_last_head(layout: BlockLayout) -> None:
     key, value = random_block(layout)
-    region, d = layout.pack_reference(key, value), layout.head_dim
-    summaries_at = 2 * layout.block_tokens * d
-    for page in range(layout.pages_per_block):
-        tokens = key[16 * page : 16 * page + 16]
+    block, d = layout.pack_reference(key, value), layout.head_dim
+    summaries_at = KV_HEADS * 2 * layout.block_tokens * d
+    for head, page in itertools.product(range(KV_HEADS), range(layout.pages_per_block)):
+        tokens = key[16 * page : 16 * page + 16, head]
+        index = head * layout.pages_per_block + page
         if layout.summary == "minmax":
-            at = summaries_at + page * 2 * d
-            assert torch.equal(region[at : at + d], tokens.amax(0))
-            assert torch.equal(region[at + d : at + 2 * d], tokens.amin(0))
+            at = summaries_at + index * 2 * d
+            assert torch.equal(block[at : at + d], tokens.amax(0))
+            assert torch.equal(block[at + d : at + 2 * d], tokens.amin(0))
         else:
-            at = summaries_at + page * d
+            at = summaries_at + index * d
             assert torch.equal(
-                region[at : at + d], ((tokens.amax(0).float() + tokens.amin(0).float()) / 2).to(key.dtype)
+                block[at : at + d], ((tokens.amax(0).float() + tokens.amin(0).float()) / 2).to(key.dtype)
             )
 
 

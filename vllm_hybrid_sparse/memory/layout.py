@@ -1,8 +1,9 @@
 """How the KV memory of one layer is laid out for the CPU kernels (`csrc/layout.h` is the same in C++).
 
-A block is `num_kv_heads` regions one after another. The region of one KV head is contiguous: its pages, then the
-summaries of its pages.
+A block is the pages of its KV heads, head by head, then the summaries of these pages, head by head: scoring reads the
+summaries of all heads, and reads them in one piece.
 
+    block    [kv_heads][pages], [kv_heads][summaries]
     page     K part, V part; 16 tokens each
     K part   bf16: [head_dim / 2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
     V part   bf16: [8 token pairs][head_dim][2 tokens]    f16, f32: [16 tokens][head_dim]
@@ -28,7 +29,7 @@ _HEAD_DIM_STEP = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout:
-    """Sizes of, and the way in and out of, the region of one KV head in one block. Raises ConfigError."""
+    """Sizes of one KV head's part of a block, and the way in and out of a block. Raises ConfigError."""
 
     dtype: str  # of K, V and summaries: bf16 | f16 | f32
     head_dim: int  # a multiple of 16, 16 to 512
@@ -76,41 +77,43 @@ class BlockLayout:
 
     @property
     def head_block_bytes(self) -> int:
-        """Bytes of the region of one KV head in a block."""
+        """Bytes of a block for each of its KV heads: pages and their summaries."""
         return self.pages_per_block * (self.page_bytes + self.summary_bytes)
 
     def pack_reference(self, key: Tensor, value: Tensor) -> Tensor:
-        """The region that holds one block's K and V and the summaries of its pages.
+        """The block that holds K and V and the summaries of its pages.
 
-        key, value   [block_tokens, head_dim], of the KV dtype
-        returns      [head_block_bytes / element_bytes], of the KV dtype
+        key, value   [block_tokens, kv_heads, head_dim], of the KV dtype
+        returns      [kv_heads * head_block_bytes / element_bytes], of the KV dtype
         """
-        paged_key = key.reshape(self.pages_per_block, PAGE_TOKENS, self.head_dim)
-        paged_value = value.reshape(self.pages_per_block, PAGE_TOKENS, self.head_dim)
+        paged_key, paged_value = (
+            part.transpose(0, 1).reshape(-1, self.pages_per_block, PAGE_TOKENS, self.head_dim) for part in (key, value)
+        )
         if self.dtype == "bf16":
-            key_part = paged_key.reshape(self.pages_per_block, PAGE_TOKENS, -1, 2).transpose(1, 2)
-            value_part = paged_value.reshape(self.pages_per_block, -1, 2, self.head_dim).transpose(2, 3)
+            key_part = paged_key.unflatten(-1, (-1, 2)).transpose(2, 3)
+            value_part = paged_value.unflatten(2, (-1, 2)).transpose(3, 4)
         else:
-            key_part = paged_key.transpose(1, 2)
+            key_part = paged_key.transpose(2, 3)
             value_part = paged_value
-        pages = torch.cat((key_part.flatten(1), value_part.flatten(1)), dim=1)
-        return torch.cat((pages.flatten(), summarize_pages(key, self.summary).flatten()))
+        pages = torch.cat((key_part.flatten(2), value_part.flatten(2)), dim=2)
+        summaries = torch.stack([summarize_pages(head, self.summary) for head in key.unbind(1)])
+        return torch.cat((pages.flatten(), summaries.flatten()))
 
-    def unpack(self, region: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """K, V and the summaries that a region holds.
+    def unpack(self, block: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """K, V and the summaries that a block holds.
 
-        region    [any], head_block_bytes contiguous bytes of any dtype
-        returns   key, value [block_tokens, head_dim]; summaries [pages, vectors, head_dim] as of `summarize_pages`
+        block     [any], num_kv_heads * head_block_bytes contiguous bytes of any dtype
+        returns   key, value [block_tokens, kv_heads, head_dim]; summaries [kv_heads, pages, vectors, head_dim]
         """
-        elements = region.view(self.torch_dtype)
-        pages_elements = self.pages_per_block * self.page_bytes // self.element_bytes
-        key_part, value_part = elements[:pages_elements].view(self.pages_per_block, 2, -1).unbind(1)
+        elements = block.view(self.torch_dtype)
+        pages_elements = num_kv_heads * self.pages_per_block * self.page_bytes // self.element_bytes
+        key_part, value_part = elements[:pages_elements].view(num_kv_heads, self.pages_per_block, 2, -1).unbind(2)
         if self.dtype == "bf16":
-            key = key_part.view(self.pages_per_block, -1, PAGE_TOKENS, 2).transpose(1, 2)
-            value = value_part.view(self.pages_per_block, -1, self.head_dim, 2).transpose(2, 3)
+            key = key_part.unflatten(-1, (-1, PAGE_TOKENS, 2)).transpose(2, 3)
+            value = value_part.unflatten(-1, (-1, self.head_dim, 2)).transpose(3, 4)
         else:
-            key = key_part.view(self.pages_per_block, -1, PAGE_TOKENS).transpose(1, 2)
+            key = key_part.unflatten(-1, (-1, PAGE_TOKENS)).transpose(2, 3)
             value = value_part
-        summaries = elements[pages_elements:].view(self.pages_per_block, -1, self.head_dim)
-        token_shape = (self.block_tokens, self.head_dim)
-        return key.reshape(token_shape), value.reshape(token_shape), summaries
+        heads_shape = (num_kv_heads, self.block_tokens, self.head_dim)
+        summaries = elements[pages_elements:].view(num_kv_heads, self.pages_per_block, -1, self.head_dim)
+        return key.reshape(heads_shape).transpose(0, 1), value.reshape(heads_shape).transpose(0, 1), summaries
