@@ -139,7 +139,8 @@ def main() -> int:
                 "MB to read",
                 "µs p50 (p20–p80)",
                 "GB/s",
-                "of the machine",
+                "of the bandwidth",
+                "of shuffled",
                 "",
             ),
             [
