@@ -101,7 +101,9 @@ class HybridSparseConfig:
         )
     )
     summary: str = _choice(
-        "minmax", SUMMARIES, "what is kept of a page to estimate its score: Quest's bounds or ArkVale's cuboid centre"
+        "cuboid_mean",
+        SUMMARIES,
+        "what is kept of a page to estimate its score: ArkVale's cuboid centre or Quest's bounds",
     )
     sink_tokens: int = _setting(
         _Setting(

@@ -26,7 +26,7 @@ def refusal_of(mapping: Any) -> str:
 def test_nothing_given_is_dense_with_the_documented_defaults() -> None:
     assert HybridSparseConfig.from_mapping({}) == HybridSparseConfig()
     assert HybridSparseConfig().describe() == (
-        "policy=dense summary=minmax sink_tokens=64 window_tokens=256 "
+        "policy=dense summary=cuboid_mean sink_tokens=64 window_tokens=256 "
         "isa=auto num_threads=0 thread_pool=auto log_interval_s=10.0"
     )
 
