@@ -47,6 +47,7 @@ double read_bandwidth(ThreadPool& pool, uintptr_t address, int64_t bytes, int64_
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // the process's runtime lives until the process ends
   m.doc() = "Native core of vllm_hybrid_sparse: paged sparse attention on the CPU.";
   m.attr("PAGE_TOKENS") = kPageTokens;
 

@@ -204,8 +204,9 @@ void Engine::attend_span(const LayerCall& call, const Batch& batch, const Span& 
                    target + group, target + 3 * group, item.progressive ? target + 2 * group : nullptr});
 }
 
-// PSA, Algorithm 1, batched: all open items read their next microbatches, then each is verified. With fewer items
-// than threads an item reads several microbatches a round; those behind its stop are dropped and counted as wasted.
+// PSA, Algorithm 1, batched: all open items read their next microbatch, then each is verified. With fewer items than
+// threads a microbatch is cut into parts, and an item whose microbatches are too small for that reads several of them a
+// round; those behind its stop are dropped and counted as wasted.
 void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection) {
   const int group = geometry_.group();
   int open = 0;
@@ -226,7 +227,9 @@ void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const
     item.states = 1;
   }
   while (open > 0) {
-    const int ahead = pool_.size() == 1 ? 1 : std::max(1, (2 * pool_.size() + open - 1) / open);
+    const int tasks = pool_.size() == 1 ? 1 : (2 * pool_.size() + open - 1) / open;  // of an item
+    const int parts = std::clamp(selection.microbatch_pages / kMinSpanPages, 1, tasks);
+    const int ahead = (tasks + parts - 1) / parts;
     spans_.clear();
     int next_state = base;
     for (int i = 0; i < item_count_; ++i) {
@@ -237,7 +240,12 @@ void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const
       const int taken = static_cast<int>(item.order.size()) - item.round_first;
       for (int first = 0; first < taken; first += selection.microbatch_pages) {
         const int count = std::min(selection.microbatch_pages, taken - first);
-        spans_.push_back({i, item.order.data() + item.round_first + first, 0, count, next_state++});
+        const int32_t* pages = item.order.data() + item.round_first + first;
+        for (int part = 0; part < parts; ++part) {
+          const int begin = count * part / parts;
+          const int end = count * (part + 1) / parts;
+          if (begin < end) spans_.push_back({i, pages + begin, 0, end - begin, next_state++, part + 1 == parts});
+        }
       }
     }
     run_spans(call, batch, false);
@@ -255,6 +263,7 @@ void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const
         for (int g = 0; g < group; ++g) item.lse_min[g] = std::min(item.lse_min[g], part[2 * group + g]);
         item.left -= spans_[end].count;
         accepted += spans_[end].count;
+        if (!spans_[end].ends_microbatch) continue;
         ++stats_.microbatches;
         verify(item, selection, item.round_first + accepted);
       }

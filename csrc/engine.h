@@ -129,6 +129,7 @@ class Engine {
     int page_begin;
     int count;
     int state;
+    bool ends_microbatch = false;  // progressive
   };
 
   void append(const LayerCall& call, const Batch& batch);

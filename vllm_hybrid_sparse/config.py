@@ -69,7 +69,7 @@ class HybridSparseConfig:
     microbatch_pages: int | None = _setting(
         _Setting(
             kind=int,
-            default=8,
+            default=64,
             values="1 to 1024",
             allows=lambda value: 1 <= value <= 1024,
             meaning="pages read between two looks at the threshold (PSA's m)",

@@ -39,7 +39,7 @@ def test_nothing_given_is_dense_with_the_documented_defaults() -> None:
         ({"policy": "topk", "topk_ratio": 0.2}, SelectionSpec(ranked=True, budget_ratio=0.2)),
         ({"policy": "topk", "topk_pages": 12}, SelectionSpec(ranked=True, max_pages=12)),
         ({}, SelectionSpec()),
-        ({"policy": "progressive"}, SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=8)),
+        ({"policy": "progressive"}, SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=64)),
         (
             {"policy": "progressive", "threshold": 1, "microbatch_pages": 1},
             SelectionSpec(ranked=True, threshold=1.0, microbatch_pages=1),

@@ -49,6 +49,15 @@ def test_pages_read_are_those_of_algorithm_1(
     decode_once(Shape(num_threads=num_threads, num_q_heads=6), selection, sharpness=sharpness)
 
 
+@pytest.mark.parametrize("num_threads", [2, 4])
+@pytest.mark.parametrize("lengths", [(3000,), (3000, 1200, 85)], ids=str)
+def test_large_microbatches_are_shared_by_the_threads(num_threads: int, lengths: tuple[int, ...]) -> None:
+    selection = SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=50)
+    shape = Shape(num_threads=num_threads, num_q_heads=6)
+    plans = decode_once(shape, selection, sharpness=FLAT, lengths=lengths)
+    assert all(len(plan) >= 50 for plan in plans)
+
+
 @pytest.mark.parametrize("isa", supported_isas())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8])
