@@ -21,10 +21,12 @@ from benchmarks.report import markdown_table, save, spread
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import SUMMARIES
 from vllm_hybrid_sparse.kernels.paged_attention.native import make_thread_pool
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 BAR = 0.70  # of the measured bandwidth, at sparse budgets
 KV_HEADS = 4
 _BANDWIDTH_BYTES = 2**30
+_CALL_ARENA_BYTES = 2**24
 
 
 Value = TypeVar("Value")
@@ -116,6 +118,9 @@ def main() -> int:
                     "passed": rate >= BAR * in_order if budget < 1 else None,
                 }
             )
+    one_page = Shape(head_dim=64, group=3, kv_heads=3, budget_ratio=1.0, summary=SUMMARIES[0])
+    calls_s, _ = time_steps(one_page, PAGE_TOKENS, arena[:_CALL_ARENA_BYTES], pool, options.isa, options.seconds)
+    call_us = spread([second * 1e6 for second in calls_s])
     isa = Shape(head_dim=64, group=1, kv_heads=1, budget_ratio=1.0, summary="minmax").attention(pool, options.isa).isa
     path = save(
         "decode_bandwidth",
@@ -124,10 +129,12 @@ def main() -> int:
             "threads": options.threads,
             "helpers": options.helpers,
             "bar": BAR,
+            "call_us": call_us,
             "rows": rows,
         },
     )
-    print(f"{isa}, {options.threads} threads ({options.helpers})\n")
+    print(f"{isa}, {options.threads} threads ({options.helpers})")
+    print(f"a call from Python on one page: {call_us['p50']:.1f} µs ({call_us['p20']:.1f}–{call_us['p80']:.1f})\n")
     print(
         markdown_table(
             (
