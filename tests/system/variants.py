@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from vllm_hybrid_sparse.cli.server import core_list
 
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 600  # compiling, on a busy machine
 MAX_MODEL_TOKENS = 2048
 CHUNK_TOKENS = 256
 _KV_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4  # SmolLM2-135M in fp32: K and V, 30 layers, 3 heads of 64
-CAPACITY_TOKENS = 2560  # little more than one longest request, so that concurrent requests preempt each other
+_SUMMARY_SHARE = 1 / 32  # of the KV bytes, with the default summary
+CAPACITY_TOKENS = 2400  # little more than one longest request, so that concurrent requests preempt each other
 
 
 def stock_args(dtype: str, max_model_tokens: int, kv_cache_bytes: int) -> list[str]:
@@ -49,7 +50,7 @@ class Variant:
         """Arguments of `vllm serve`: small prefill chunks, and a KV cache that concurrent requests overflow."""
         threshold = {"threshold": 1.0} if self.policy == "progressive" else {}
         return [
-            *stock_args("float32", MAX_MODEL_TOKENS, CAPACITY_TOKENS * _KV_BYTES_PER_TOKEN),
+            *stock_args("float32", MAX_MODEL_TOKENS, int(CAPACITY_TOKENS * _KV_BYTES_PER_TOKEN * (1 + _SUMMARY_SHARE))),
             *our_args(policy=self.policy, **threshold),
             f"--block-size={self.block_tokens}",
             f"--max-num-batched-tokens={CHUNK_TOKENS}",
