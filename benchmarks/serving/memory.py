@@ -1,15 +1,18 @@
-"""Resident memory of the worker after 20 and after 200 requests of random lengths, ours beside stock vLLM.
+"""Resident memory of the worker after 20 and after 200 requests, ours beside stock vLLM.
 
-    python -m benchmarks.serving.memory [--model PATH] [--requests 20,200]
+    python -m benchmarks.serving.memory [--model PATH] [--requests 20,200] [--new-lengths]
 
-The KV cache is small, so that the first requests have touched all of it and what grows later is kept by mistake.
+The KV cache is small, so that the first requests have touched all of it. The prompts are random, their lengths the
+same every 20 requests: torch's oneDNN keeps code for every number of tokens that it has met, so with ever new lengths
+(--new-lengths, eight requests at once) stock vLLM grows as well. What grows beyond is kept by mistake.
 """
 
 import argparse
+import itertools
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,9 +26,10 @@ from vllm_hybrid_sparse.cli.smollm2 import model_dir
 
 MODEL_TOKENS = 2048
 CACHED_TOKENS = 3 * MODEL_TOKENS
-AT_ONCE = 8
+LENGTHS = 20  # how many different ones
+AT_ONCE_NEW_LENGTHS = 8
 ALLOWED_GROWTH = 0.02  # of the resident memory after the first requests
-_ANSWER_TOKENS = (1, 48)
+_ANSWER_TOKENS = 16
 _TOKEN_IDS = (3, 200)  # in every vocabulary
 
 
@@ -42,23 +46,25 @@ def worker_of(server: Server) -> psutil.Process:
     return workers[0]
 
 
-def send_random_requests(server: Server, number: int, rng: random.Random) -> None:
-    """Complete `number` random prompts of random lengths, several at once."""
-    for start in range(0, number, AT_ONCE):
-        prompts = [
-            [rng.randint(*_TOKEN_IDS) for _ in range(rng.randint(1, MODEL_TOKENS - 64))]
-            for _ in range(min(AT_ONCE, number - start))
-        ]
-        stream_all(server, prompts, rng.randint(*_ANSWER_TOKENS))
-
-
-def resident_bytes(server: Server, after: Sequence[int]) -> list[int]:
-    """Return the worker's resident memory after each of the ascending numbers of requests."""
+def random_prompts(new_lengths: bool) -> Iterator[list[int]]:
+    """Yield random prompts for ever, of random lengths or of the same `LENGTHS` lengths again and again."""
     rng = random.Random(0)
+    lengths = [rng.randint(1, MODEL_TOKENS - 64) for _ in range(LENGTHS)]
+    for number in itertools.count():
+        length = rng.randint(1, MODEL_TOKENS - 64) if new_lengths else lengths[number % LENGTHS]
+        yield [rng.randint(*_TOKEN_IDS) for _ in range(length)]
+
+
+def resident_bytes(server: Server, after: Sequence[int], new_lengths: bool) -> list[int]:
+    """Return the worker's resident memory after each of the ascending numbers of requests."""
+    prompts = random_prompts(new_lengths)
+    at_once = AT_ONCE_NEW_LENGTHS if new_lengths else 1
     worker, sent, measured = worker_of(server), 0, []
     for number in after:
-        send_random_requests(server, number - sent, rng)
-        sent = number
+        while sent < number:
+            batch = list(itertools.islice(prompts, min(at_once, number - sent)))
+            stream_all(server, batch, _ANSWER_TOKENS)
+            sent += len(batch)
         measured.append(worker.memory_info().rss)
     return measured
 
@@ -69,6 +75,7 @@ def main() -> int:
     parser.add_argument("--model", default=None, type=Path, help="instead of SmolLM2-135M-Instruct")
     parser.add_argument("--policy", default="default", choices=POLICIES)
     parser.add_argument("--requests", default="20,200", help="after how many to look, ascending")
+    parser.add_argument("--new-lengths", action="store_true", help="prompts of ever new lengths, eight at once")
     options = parser.parse_args()
     stop_servers_when_terminated()
     after = [int(number) for number in options.requests.split(",")]
@@ -79,14 +86,24 @@ def main() -> int:
         for side, server in pair.items():
             with server:
                 server.wait_ready(START_TIMEOUT_S)
-                measured[side] = resident_bytes(server, after)
+                measured[side] = resident_bytes(server, after, options.new_lengths)
             print(f"{side}: {[f'{size / 2**20:.0f} MiB' for size in measured[side]]}", file=sys.stderr, flush=True)
     growth = {side: sizes[-1] / sizes[0] - 1 for side, sizes in measured.items()}
     rows = [
         [side, *(f"{size / 2**20:.1f}" for size in sizes), f"{growth[side]:+.2%}"] for side, sizes in measured.items()
     ]
     print(markdown_table(["worker", *(f"MiB after {number}" for number in after), "growth"], rows))
-    path = save("memory", {"requests": after, "resident_bytes": measured, "growth": growth, "allowed": ALLOWED_GROWTH})
+    lengths = "new" if options.new_lengths else LENGTHS
+    path = save(
+        "memory",
+        {
+            "lengths": lengths,
+            "requests": after,
+            "resident_bytes": measured,
+            "growth": growth,
+            "allowed": ALLOWED_GROWTH,
+        },
+    )
     print(f"kept in {path}", file=sys.stderr)
     return 0 if growth["ours"] <= ALLOWED_GROWTH else 1
 
