@@ -124,6 +124,17 @@ static inline float softmax_row(float* scores, const Chunk<T>& chunk, float scal
   return rescale;
 }
 
+// f<Ahead>() for the shares that `attend` gives to a row tile.
+template <class F>
+static inline void with_ahead(int ahead, const F& f) {
+  switch (ahead) {
+    case 4: return f.template operator()<4>();
+    case 2: return f.template operator()<2>();
+    case 1: return f.template operator()<1>();
+    default: return f.template operator()<0>();
+  }
+}
+
 template <class T, int Rows>
 static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int ahead) {
   using Op = typename T::Op;
@@ -134,12 +145,8 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
   for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const Op*>(args.queries[first_row + r]);
   const int steps = args.head_dim / T::pack;
   for (int page = 0; page < chunk.pages; page += kColumnTile) {
-    switch (page == 0 ? ahead : 0) {
-      case 4: score_tile<T, Rows, 4>(queries, chunk, page, steps, scores); break;
-      case 2: score_tile<T, Rows, 2>(queries, chunk, page, steps, scores); break;
-      case 1: score_tile<T, Rows, 1>(queries, chunk, page, steps, scores); break;
-      default: score_tile<T, Rows, 0>(queries, chunk, page, steps, scores);
-    }
+    with_ahead(page == 0 ? ahead : 0,
+               [&]<int Ahead>() { score_tile<T, Rows, Ahead>(queries, chunk, page, steps, scores); });
   }
   for (int r = 0; r < Rows; ++r) {
     const int row = first_row + r;
@@ -148,19 +155,13 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
                                 weights + r * (kChunkTokens / T::pack));
   }
   float* out = args.out + int64_t{first_row} * args.head_dim;
-  const auto values = [&]<int Ahead>() {
+  with_ahead(ahead, [&]<int Ahead>() {
     int dim = 0;
     for (; dim + 16 * kColumnTile <= args.head_dim; dim += 16 * kColumnTile)
       value_tile<T, Rows, kColumnTile, Ahead>(weights, chunk, args.head_dim, dim, rescale, out);
     for (; dim < args.head_dim; dim += 16)
       value_tile<T, Rows, 1, Ahead>(weights, chunk, args.head_dim, dim, rescale, out);
-  };
-  switch (ahead) {
-    case 4: values.template operator()<4>(); break;
-    case 2: values.template operator()<2>(); break;
-    case 1: values.template operator()<1>(); break;
-    default: values.template operator()<0>();
-  }
+  });
 }
 
 template <class T, int Rows>

@@ -22,8 +22,7 @@ bool was_last(int& pending) { return std::atomic_ref<int>(pending).fetch_sub(1, 
 void Engine::attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection) {
   collect_items(batch, selection);
   if (item_count_ == 0) return;
-  score(call, batch);
-  rank();
+  score_and_rank(call, batch);
   attend_selected(call, batch);
   attend_progressive(call, batch, selection);
   count_stats();
@@ -73,8 +72,8 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
   if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(scores);
 }
 
-// Scores the candidates' summaries for each query head.
-void Engine::score(const LayerCall& call, const Batch& batch) {
+// Scores the candidates' summaries for each query head, then ranks them for each group.
+void Engine::score_and_rank(const LayerCall& call, const Batch& batch) {
   spans_.clear();
   for (int i = 0; i < item_count_; i += geometry_.kv_heads) {
     const Item& item = items_[i];
@@ -87,7 +86,11 @@ void Engine::score(const LayerCall& call, const Batch& batch) {
       spans_.push_back({i, nullptr, item.candidate_begin + first, last - first, 0});
     }
   }
+  if (spans_.empty()) return;
   pool_.for_each(static_cast<int>(spans_.size()), [&](int s) { score_span(call, batch, spans_[s]); });
+  pool_.for_each(item_count_, [&](int i) {
+    if (items_[i].ranked) rank_item(items_[i]);
+  });
 }
 
 void Engine::score_span(const LayerCall& call, const Batch& batch, const Span& span) {
@@ -110,23 +113,14 @@ void Engine::score_span(const LayerCall& call, const Batch& batch, const Span& s
                   int64_t{group + 1} * candidates, candidates});
 }
 
-void Engine::rank() {
-  pool_.for_each(item_count_, [&](int i) {
-    if (items_[i].ranked) rank_item(items_[i]);
-  });
-}
-
 // Ranks the candidates for the group; where the budget is all that limits the reading, puts the chosen ones between the
 // two parts of the retained set. In sequence order: neighbours in memory are read one after the other.
 void Engine::rank_item(Item& item) {
   const int group = geometry_.group();
   const int candidates = item.candidate_end - item.candidate_begin;
-  const float* scores = scores_.data() + item.score_offset;
-  float* grouped = scores_.data() + item.score_offset + int64_t{group} * candidates;
-  if (group > 1)
-    kernels_.group_scores(scores, candidates, group, candidates, grouped);
-  else
-    grouped = scores_.data() + item.score_offset;
+  float* scores = scores_.data() + item.score_offset;
+  float* grouped = group > 1 ? scores + int64_t{group} * candidates : scores;
+  if (group > 1) kernels_.group_scores(scores, candidates, group, candidates, grouped);
   const int chosen = item.progressive ? 0 : item.budget;
   item.reading.resize(item.candidate_begin + chosen + (item.pages - item.candidate_end));
   int32_t* out = item.reading.data();

@@ -137,9 +137,8 @@ class Engine {
   void run_row_block(const LayerCall& call, const Batch& batch, const RowBlock& block, int split);
   void attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection);
   void collect_items(const Batch& batch, const Selection& selection);
-  void score(const LayerCall& call, const Batch& batch);
+  void score_and_rank(const LayerCall& call, const Batch& batch);
   void score_span(const LayerCall& call, const Batch& batch, const Span& span);
-  void rank();
   void rank_item(Item& item);
   void attend_selected(const LayerCall& call, const Batch& batch);
   void attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection);

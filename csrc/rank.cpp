@@ -7,21 +7,13 @@ namespace {
 
 constexpr int kBuckets = 1024;
 
-struct Candidate {
-  float score;
-  int32_t index;
-  bool operator<(const Candidate& other) const {  // ranks before
-    return score != other.score ? score > other.score : index < other.index;
-  }
-};
-
 }  // namespace
 
 // A histogram over score buckets finds the bucket in which the last wanted page lies; only its pages are compared.
 void select_best(const Kernels& kernels, const float* scores, int count, int wanted, int first_page, int32_t* out) {
   if (wanted <= 0) return;
   static thread_local std::vector<uint16_t> bucket_of;
-  static thread_local std::vector<Candidate> last_bucket;
+  static thread_local std::vector<ScoredPage> last_bucket;
   bucket_of.resize(count);
   kernels.bucket_scores(scores, count, kBuckets, bucket_of.data());
   int32_t sizes[2][kBuckets] = {};  // two, since neighbours often fall into one bucket
@@ -35,14 +27,15 @@ void select_best(const Kernels& kernels, const float* scores, int count, int wan
   for (; above + sizes[0][bucket] + sizes[1][bucket] < wanted; ++bucket) above += sizes[0][bucket] + sizes[1][bucket];
   last_bucket.clear();
   for (int i = 0; i < count; ++i)
-    if (bucket_of[i] == bucket) last_bucket.push_back({scores[i], i});
+    if (bucket_of[i] == bucket) last_bucket.push_back({scores[i], first_page + i});
   const auto last = last_bucket.begin() + (wanted - above - 1);
   std::nth_element(last_bucket.begin(), last, last_bucket.end());
-  const Candidate cut = *last;
+  const ScoredPage cut = *last;
   int taken = 0;
   for (int i = 0; i < count; ++i) {
-    const bool take = bucket_of[i] < bucket || (bucket_of[i] == bucket && !(cut < Candidate{scores[i], i}));
-    if (taken < wanted) out[taken] = first_page + i;  // overwritten unless taken
+    const ScoredPage here = {scores[i], first_page + i};
+    const bool take = bucket_of[i] < bucket || (bucket_of[i] == bucket && !(cut < here));
+    if (taken < wanted) out[taken] = here.page;  // overwritten unless taken
     taken += take;
   }
 }
@@ -66,9 +59,7 @@ void RankedPages::build(const Kernels& kernels, const float* scores, int count, 
 void RankedPages::sort_bucket() {
   const int end = bucket_end_[bucket_++];
   if (end - sorted_end_ > 1) {
-    std::sort(entries_.begin() + sorted_end_, entries_.begin() + end, [](const Entry& a, const Entry& b) {
-      return a.score != b.score ? a.score > b.score : a.page < b.page;
-    });
+    std::sort(entries_.begin() + sorted_end_, entries_.begin() + end);
   }
   sorted_end_ = end;
 }

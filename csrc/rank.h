@@ -8,6 +8,14 @@
 
 namespace hybrid_sparse {
 
+struct ScoredPage {
+  float score;
+  int32_t page;
+  bool operator<(const ScoredPage& other) const {  // ranks before
+    return score != other.score ? score > other.score : page < other.page;
+  }
+};
+
 // The best `wanted` pages, in ascending page order: scores[i], finite, belongs to page first_page + i, and of equal scores
 // the lower page is better. Writes to out[0, wanted); 0 <= wanted <= count.
 void select_best(const Kernels& kernels, const float* scores, int count, int wanted, int first_page, int32_t* out);
@@ -22,13 +30,9 @@ class RankedPages {
   int next(int count, std::vector<int32_t>& out);
 
  private:
-  struct Entry {
-    float score;
-    int32_t page;
-  };
   void sort_bucket();
 
-  std::vector<Entry> entries_;
+  std::vector<ScoredPage> entries_;
   std::vector<int32_t> bucket_end_;
   std::vector<uint16_t> bucket_of_;
   int position_ = 0;

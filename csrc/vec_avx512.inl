@@ -27,14 +27,15 @@ static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) 
   const __m128 s = _mm_hadd_ps(_mm_hadd_ps(halves(a), halves(b)), _mm_hadd_ps(halves(c), halves(d)));
   _mm_storeu_ps(out, _mm_mul_ps(s, _mm_set1_ps(scale)));
 }
-// Likewise of the arguments of each of the first `rows` rows, a row's results at out + row * stride.
-static inline __m512 quarter_sums(const vf (&x)[4]) {  // in each quarter: the sums of that quarter of x[0] to x[3]
+// In each quarter of the result: the sums of that quarter of x[0] to x[3].
+static inline __m512 quarter_sums(const vf (&x)[4]) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
   const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
   const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
   const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
   return _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
 }
+// reduce_add4 of each of the first `rows` rows, a row's results at out + row * stride.
 static inline void reduce_add4x4(const vf (&x)[4][4], float scale, int rows, float* out, int64_t stride) {
   const __m512 a = quarter_sums(x[0]), b = quarter_sums(x[1]), c = quarter_sums(x[2]), d = quarter_sums(x[3]);
   const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
