@@ -99,4 +99,4 @@ static inline vf load_f16(const char* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
 }
-static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }

@@ -82,4 +82,4 @@ static inline vf load_bf16(const char* p) {
 static inline vf load_f16(const char* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
