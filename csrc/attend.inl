@@ -77,11 +77,12 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
     for (int j = 0; j < Columns; ++j) store(out + r * head_dim + first_dim + 16 * j, acc[r][j]);
 }
 
-// Scores of one row -> weights, with the row's running maximum and sum brought up to date. Returns the factor by
-// which the row's output so far must shrink.
+// Scores of one row -> weights, with the row's running maximum, sum and lightest page brought up to date. Returns the
+// factor by which the row's output so far must shrink. A maximum that stands, as nearly all do, costs one comparison.
 template <class T>
-static inline float softmax_row(float* scores, const Chunk<T>& chunk, float scale, int visible, float* row_max,
-                                float* row_sum, float* page_lse_min, typename T::Op* weights) {
+static inline float softmax_row(const float* scores, const Chunk<T>& chunk, float scale, int visible, float* row_max,
+                                float* row_sum, float* lightest_page, typename T::Op* weights) {
+  constexpr int kOpsPerPage = kPageTokens / T::pack;
   const float minus_infinity = -__builtin_inff();
   vf highest = set1(minus_infinity);
   vf x[kChunkPages];
@@ -91,36 +92,32 @@ static inline float softmax_row(float* scores, const Chunk<T>& chunk, float scal
     if (seen < kPageTokens) x[page] = keep_first(x[page], seen > 0 ? seen : 0, minus_infinity);
     highest = max(highest, x[page]);
   }
-  const float old_max = *row_max;
-  const float chunk_max = reduce_max(highest);
-  const float new_max = chunk_max > old_max ? chunk_max : old_max;
-  if (new_max == minus_infinity) {  // this row has seen nothing yet
-    for (int page = 0; page < kChunkPages; ++page) {
-      store(scores + page * kPageTokens, zero());
-      T::store_weights(weights + page * (kPageTokens / T::pack), scores + page * kPageTokens);
+  float rescale = 1.0f;
+  if (any_above(highest, *row_max)) {
+    const float new_max = reduce_max(highest);
+    if (*row_max == minus_infinity) {
+      rescale = 0.0f;
+    } else {
+      rescale = natural_exp(*row_max - new_max);
+      if (lightest_page) *lightest_page *= rescale;
     }
-    return 1.0f;
+    *row_sum *= rescale;
+    *row_max = new_max;
+  } else if (*row_max == minus_infinity) {  // this row has seen nothing yet
+    for (int page = 0; page < kChunkPages; ++page) T::store_weights(weights + page * kOpsPerPage, zero());
+    return rescale;
   }
-  const vf shift = set1(-new_max);
-  vf total = zero();
-  float smallest_page = __builtin_inff();
+  const vf shift = set1(-*row_max);
   for (int page = 0; page < kChunkPages; ++page) {
-    const vf w = exp_nonpositive(add(x[page], shift));
-    store(scores + page * kPageTokens, w);
-    T::store_weights(weights + page * (kPageTokens / T::pack), scores + page * kPageTokens);
-    total = add(total, w);
-    if (page_lse_min && page < chunk.pages) {
-      const float page_sum = reduce_add(w);
-      if (page_sum < smallest_page) smallest_page = page_sum;
-    }
+    x[page] = exp_nonpositive(add(x[page], shift));
+    T::store_weights(weights + page * kOpsPerPage, x[page]);
   }
-  if (page_lse_min && chunk.pages > 0) {
-    const float lse = natural_log(smallest_page) + new_max;
-    if (lse < *page_lse_min) *page_lse_min = lse;
+  float sums[kChunkPages];
+  reduce_add4(x[0], x[1], x[2], x[3], 1.0f, sums);
+  for (int page = 0; page < kChunkPages; ++page) {
+    *row_sum += sums[page];
+    if (lightest_page && page < chunk.pages && sums[page] < *lightest_page) *lightest_page = sums[page];
   }
-  const float rescale = old_max == minus_infinity ? 0.0f : natural_exp(old_max - new_max);
-  *row_sum = *row_sum * rescale + reduce_add(total);
-  *row_max = new_max;
   return rescale;
 }
 
@@ -222,4 +219,6 @@ static void attend(const AttendArgs& args) {
                                    more && chunk.first_ahead < kChunkPages ? share : 0);
     }
   }
+  for (int r = 0; r < args.rows && args.page_lse_min; ++r)
+    if (args.row_sum[r] > 0.0f) args.page_lse_min[r] = natural_log(args.page_lse_min[r]) + args.row_max[r];
 }

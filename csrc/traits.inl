@@ -14,7 +14,7 @@ struct F32 {
   static inline vf load_elements(const char* p) { return load(reinterpret_cast<const float*>(p)); }
   static inline float to_float(Element x) { return x; }
   static inline Element from_float(float x) { return x; }
-  static inline void store_weights(Op* out, const float* weights) { store(&out->x, load(weights)); }
+  static inline void store_weights(Op* out, vf weights) { store(&out->x, weights); }
   // A run of summary elements and of prepared summary operands (float).
   using Operand = float;
   using Run = vf;
@@ -37,7 +37,7 @@ struct F16 {
   static inline vf load_elements(const char* p) { return load_f16(p); }
   static inline float to_float(Element x) { return f16_to_float(x); }
   static inline Element from_float(float x) { return float_to_f16(x); }
-  static inline void store_weights(Op* out, const float* weights) { store(&out->x, load(weights)); }
+  static inline void store_weights(Op* out, vf weights) { store(&out->x, weights); }
   // A run of summary elements and of prepared summary operands (float).
   using Operand = float;
   using Run = vf;
@@ -69,7 +69,7 @@ struct Bf16 {
   static inline vf load_elements(const char* p) { return load_bf16(p); }
   static inline float to_float(Element x) { return bf16_to_float(x); }
   static inline Element from_float(float x) { return float_to_bf16(x); }
-  static inline void store_weights(Op* out, const float* weights) { store(&out->even, load(weights)); }
+  static inline void store_weights(Op* out, vf weights) { store(&out->even, weights); }
   // A run of summary elements and of prepared summary operands (float).
   using Operand = float;
   using Run = vf;
@@ -97,8 +97,8 @@ struct Bf16Dot {
   static inline vf load_elements(const char* p) { return load_bf16(p); }
   static inline float to_float(Element x) { return bf16_to_float(x); }
   static inline Element from_float(float x) { return float_to_bf16(x); }
-  static inline void store_weights(Op* out, const float* weights) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(load(weights)));
+  static inline void store_weights(Op* out, vf weights) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(weights));
   }
   // A run of summary elements and of prepared summary operands (bf16); where fewer than 32 are left, 16 are.
   using Operand = uint16_t;

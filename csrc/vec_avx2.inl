@@ -38,6 +38,10 @@ static inline float reduce_min(vf x) {
   h = _mm_min_ps(h, _mm_movehl_ps(h, h));
   return _mm_cvtss_f32(_mm_min_ss(h, _mm_movehdup_ps(h)));
 }
+static inline bool any_above(vf x, float y) {
+  const __m256 limit = _mm256_set1_ps(y);
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, limit, _CMP_GT_OQ), _mm256_cmp_ps(x.b, limit, _CMP_GT_OQ))) != 0;
+}
 
 // out[i] = scale * sum of the lanes of the i-th argument.
 static inline __m128 halves(vf x) {

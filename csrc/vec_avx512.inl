@@ -17,6 +17,7 @@ static inline vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
 static inline float reduce_add(vf x) { return _mm512_reduce_add_ps(x); }
 static inline float reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
 static inline float reduce_min(vf x) { return _mm512_reduce_min_ps(x); }
+static inline bool any_above(vf x, float y) { return _mm512_cmp_ps_mask(x, set1(y), _CMP_GT_OQ) != 0; }
 
 // out[i] = scale * sum of the lanes of the i-th argument.
 static inline __m128 halves(vf x) {

@@ -20,6 +20,7 @@ static inline vf min(vf a, vf b) { HYBRID_SPARSE_LANES a.v[i] = a.v[i] < b.v[i] 
 static inline float reduce_add(vf x) { float r = 0; HYBRID_SPARSE_LANES r += x.v[i]; return r; }
 static inline float reduce_max(vf x) { float r = x.v[0]; HYBRID_SPARSE_LANES r = r > x.v[i] ? r : x.v[i]; return r; }
 static inline float reduce_min(vf x) { float r = x.v[0]; HYBRID_SPARSE_LANES r = r < x.v[i] ? r : x.v[i]; return r; }
+static inline bool any_above(vf x, float y) { bool r = false; HYBRID_SPARSE_LANES r |= x.v[i] > y; return r; }
 
 // out[i] = scale * sum of the lanes of the i-th argument.
 static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) {

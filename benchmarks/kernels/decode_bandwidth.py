@@ -67,10 +67,10 @@ class Ceilings:
         """Read in order, and page by page in random order."""
         address, size = self._arena.data_ptr(), min(self._arena.numel(), _BANDWIDTH_BYTES)
         for _ in range(rounds):
-            self._in_order.append(_native.read_bandwidth(self._pool, address, size, piece=2**20))
-            self._shuffled.append(
-                _native.read_bandwidth(self._pool, address, size, piece=self._page_bytes, shuffled=True)
-            )
+            for shuffled, kept in ((False, self._in_order), (True, self._shuffled)):
+                kept.append(
+                    _native.read_bandwidth(self._pool, address, size, piece=self._page_bytes, shuffled=shuffled)
+                )
 
     @property
     def medians(self) -> tuple[float, float]:
