@@ -54,7 +54,7 @@ NB_MODULE(_native, m) {
   m.attr("PAGE_TOKENS") = kPageTokens;
 
   nb::enum_<DType>(m, "DType").value("bf16", DType::bf16).value("f16", DType::f16).value("f32", DType::f32);
-  nb::enum_<Summary>(m, "Summary").value("minmax", Summary::minmax).value("cuboid_mean", Summary::cuboid_mean);
+  nb::enum_<Summary>(m, "Summary").value("minmax", Summary::minmax).value("cuboid_mean", Summary::cuboid_mean).value("key_codes", Summary::key_codes);
   nb::enum_<ThreadPool::Helpers>(m, "Helpers")
       .value("own", ThreadPool::Helpers::own)
       .value("openmp", ThreadPool::Helpers::openmp);
@@ -70,9 +70,9 @@ NB_MODULE(_native, m) {
         nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Layout>(m, "Layout")
-      .def(nb::new_([](DType dtype, int head_dim, int block_tokens, Summary summary) {
-        return Layout{dtype, summary, head_dim, block_tokens};
-      }), "dtype"_a, "head_dim"_a, "block_tokens"_a, "summary"_a)
+      .def(nb::new_([](DType dtype, int head_dim, int block_tokens, Summary summary, int code_bits) {
+        return Layout{dtype, summary, head_dim, block_tokens, code_bits};
+      }), "dtype"_a, "head_dim"_a, "block_tokens"_a, "summary"_a, "code_bits"_a)
       .def_prop_ro("pages_per_block", &Layout::pages_per_block)
       .def_prop_ro("page_bytes", &Layout::page_bytes)
       .def_prop_ro("summary_bytes", &Layout::summary_bytes)
@@ -94,10 +94,12 @@ NB_MODULE(_native, m) {
 
   nb::class_<Selection>(m, "Selection")
       .def(nb::new_([](bool ranked, double budget_ratio, int max_pages, float threshold, int microbatch_pages,
-                       int sink_tokens, int window_tokens) {
-        return Selection{ranked, budget_ratio, max_pages, threshold, microbatch_pages, sink_tokens, window_tokens};
+                       bool estimated_remainder, int sink_tokens, int window_tokens) {
+        return Selection{ranked, budget_ratio, max_pages, threshold, microbatch_pages, estimated_remainder, sink_tokens,
+                         window_tokens};
       }), nb::kw_only(), "ranked"_a, "budget_ratio"_a, "max_pages"_a, "threshold"_a, "microbatch_pages"_a,
-           "sink_tokens"_a, "window_tokens"_a)
+           "estimated_remainder"_a, "sink_tokens"_a, "window_tokens"_a)
+      .def_ro("estimated_remainder", &Selection::estimated_remainder)
       .def("budget", &Selection::budget, "candidates"_a);
 
   nb::class_<Stats>(m, "Stats")

@@ -22,7 +22,9 @@ bool was_last(int& pending) { return std::atomic_ref<int>(pending).fetch_sub(1, 
 void Engine::attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection) {
   collect_items(batch, selection);
   if (item_count_ == 0) return;
-  score_and_rank(call, batch);
+  prepare_summary_queries(call);
+  score_and_attend_retained(call, batch);
+  rank(selection);
   attend_selected(call, batch);
   attend_progressive(call, batch, selection);
   count_stats();
@@ -61,9 +63,15 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
       item.budget = ranked ? budget : candidates;
       item.score_offset = scores;
       item.order.clear();
+      item.retained.clear();
+      if (ranked) {
+        for (int p = 0; p < begin; ++p) item.retained.push_back(p);
+        for (int p = end; p < pages; ++p) item.retained.push_back(p);
+      }
       item.open = progressive;
       item.left = candidates;
       item.wasted = 0;
+      item.round_first = 0;
       item.kept = 1.0f;
       item.states = 0;
       if (ranked) scores += int64_t{group + 1} * candidates;
@@ -72,8 +80,34 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
   if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(scores);
 }
 
-// Scores the candidates' summaries for each query head, then ranks them for each group.
-void Engine::score_and_rank(const LayerCall& call, const Batch& batch) {
+// The operands of scoring, once for every query row: all tasks that score a request's pages share them.
+void Engine::prepare_summary_queries(const LayerCall& call) {
+  const Layout& layout = geometry_.layout;
+  const bool coded = layout.summary == Summary::key_codes;
+  const int elements = layout.summary_elements();
+  const int64_t code_bytes = coded ? (kernels_.code_query_bytes(layout.head_dim) + 63) / 64 * 64 : 0;
+  const int rows = item_count_ * geometry_.group();  // an item's rows are those of its KV head, items go head by head
+  if (static_cast<int64_t>(summary_queries_.size()) < int64_t{rows} * elements) summary_queries_.resize(int64_t{rows} * elements);
+  if (static_cast<int64_t>(code_queries_.size()) < rows * code_bytes) code_queries_.resize(rows * code_bytes);
+  query_pointers_.resize(2 * int64_t{rows});
+  for (int row = 0; row < rows; ++row) {
+    const Item& item = items_[row / geometry_.group()];
+    if (!item.ranked) continue;
+    const char* query = query_row(call, item.token, item.head * geometry_.group() + row % geometry_.group());
+    float* operands = summary_queries_.data() + int64_t{row} * elements;
+    query_pointers_[row] = operands;
+    if (!coded) {
+      kernels_.prepare_summary_query(query, layout.head_dim, layout.summary, operands);
+      continue;
+    }
+    char* code = code_queries_.data() + row * code_bytes;
+    kernels_.encode_query(query, layout.head_dim, geometry_.scale, code);
+    query_pointers_[rows + row] = code;
+  }
+}
+
+// Scores the candidates' summaries for each query head; attends the retained sets meanwhile.
+void Engine::score_and_attend_retained(const LayerCall& call, const Batch& batch) {
   spans_.clear();
   for (int i = 0; i < item_count_; i += geometry_.kv_heads) {
     const Item& item = items_[i];
@@ -87,9 +121,17 @@ void Engine::score_and_rank(const LayerCall& call, const Batch& batch) {
     }
   }
   if (spans_.empty()) return;
-  pool_.for_each(static_cast<int>(spans_.size()), [&](int s) { score_span(call, batch, spans_[s]); });
-  pool_.for_each(item_count_, [&](int i) {
-    if (items_[i].ranked) rank_item(items_[i]);
+  const int scoring = static_cast<int>(spans_.size());
+  for (int i = 0; i < item_count_; ++i) {
+    const Item& item = items_[i];
+    if (item.ranked) spans_.push_back({i, item.retained.data(), 0, static_cast<int>(item.retained.size()), i});
+  }
+  reserve_states(item_count_);
+  pool_.for_each(static_cast<int>(spans_.size()), [&](int s) {
+    if (s < scoring)
+      score_span(call, batch, spans_[s]);
+    else
+      attend_span(call, batch, spans_[s]);
   });
 }
 
@@ -98,83 +140,102 @@ void Engine::score_span(const LayerCall& call, const Batch& batch, const Span& s
   const int group = geometry_.group();
   const Item& item = items_[span.item];
   const int candidates = item.candidate_end - item.candidate_begin;
-  static thread_local std::vector<float> prepared;  // room for the widest operands
-  static thread_local std::vector<const void*> queries;
-  prepared.resize(int64_t{geometry_.q_heads} * layout.summary_elements());
-  queries.resize(geometry_.q_heads);
-  for (int h = 0; h < geometry_.q_heads; ++h) {
-    float* row = prepared.data() + int64_t{h} * layout.summary_elements();
-    kernels_.prepare_summary_query(query_row(call, item.token, h), layout.head_dim, layout.summary, row);
-    queries[h] = row;
-  }
-  kernels_.score({queries.data(), geometry_.kv_heads, group, span.page_begin, span.count,
-                  page_table(call, batch, item.request, 0), layout.summary_elements(), geometry_.scale,
+  const void* const* queries = query_pointers_.data() + int64_t{span.item} * group;
+  const void* const* codes = layout.summary == Summary::key_codes ? queries + int64_t{item_count_} * group : nullptr;
+  kernels_.score({queries, codes, geometry_.kv_heads, group, span.page_begin, span.count,
+                  page_table(call, batch, item.request, 0), layout.summary_elements(), layout.head_dim, layout.code_bits,
+                  geometry_.scale,
                   scores_.data() + item.score_offset + (span.page_begin - item.candidate_begin),
                   int64_t{group + 1} * candidates, candidates});
 }
 
-// Ranks the candidates for the group; where the budget is all that limits the reading, puts the chosen ones between the
-// two parts of the retained set. In sequence order: neighbours in memory are read one after the other.
-void Engine::rank_item(Item& item) {
-  const int group = geometry_.group();
-  const int candidates = item.candidate_end - item.candidate_begin;
-  float* scores = scores_.data() + item.score_offset;
-  float* grouped = group > 1 ? scores + int64_t{group} * candidates : scores;
-  if (group > 1) kernels_.group_scores(scores, candidates, group, candidates, grouped);
-  const int chosen = item.progressive ? 0 : item.budget;
-  item.reading.resize(item.candidate_begin + chosen + (item.pages - item.candidate_end));
-  int32_t* out = item.reading.data();
-  for (int p = 0; p < item.candidate_begin; ++p) *out++ = p;
-  if (item.progressive)
-    item.rank.build(kernels_, grouped, candidates, item.candidate_begin);
-  else
-    select_best(kernels_, grouped, candidates, chosen, item.candidate_begin, out);
-  out += chosen;
-  for (int p = item.candidate_end; p < item.pages; ++p) *out++ = p;
+void Engine::rank(const Selection& selection) {
+  bool any = false;
+  for (int i = 0; i < item_count_; ++i) any |= items_[i].ranked;
+  if (!any) return;
+  pool_.for_each(item_count_, [&](int i) {
+    if (items_[i].ranked) rank_item(items_[i], i, selection);
+  });
 }
 
-// Items whose pages are known before any is read: dense and fixed budgets; and the retained set of progressive ones.
+// Ranks the candidates for the group; where the budget is all that limits the reading, chooses the best. In sequence order:
+// neighbours in memory are read one after the other. Estimates of weight (key codes) are set against the retained set's.
+void Engine::rank_item(Item& item, int index, const Selection& selection) {
+  const int group = geometry_.group();
+  const int candidates = item.candidate_end - item.candidate_begin;
+  const bool weighs = geometry_.layout.summary == Summary::key_codes;
+  float* scores = scores_.data() + item.score_offset;
+  float* grouped = group > 1 || weighs ? scores + int64_t{group} * candidates : scores;
+  static thread_local std::vector<float> retained;
+  if (weighs) {
+    retained.resize(group);
+    item.estimated_lse.resize(group);
+    item.unread.assign(group, 1.0);
+    for (int g = 0; g < group; ++g) retained[g] = lse(state(index), g);
+  }
+  if (group > 1 || weighs)
+    kernels_.group_scores(scores, candidates, group, candidates, weighs ? retained.data() : nullptr,
+                          weighs ? item.estimated_lse.data() : nullptr, grouped);
+  if (!item.progressive) {
+    item.order.resize(item.budget);
+    select_best(kernels_, grouped, candidates, item.budget, item.candidate_begin, item.order.data());
+    return;
+  }
+  item.rank.build(kernels_, grouped, candidates, item.candidate_begin);
+  if (selection.estimated_remainder) {
+    verify(item, index, selection, 0);  // the retained set may be enough
+    if (item.open) take_next(item, index, selection, 1);
+  }
+}
+
+// Items whose pages are known before any is read: dense and fixed budgets.
 void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
   int64_t total = 0;
   for (int i = 0; i < item_count_; ++i) {
-    Item& item = items_[i];
-    if (!item.ranked) {
-      total += item.pages;
-      continue;
-    }
-    total += static_cast<int64_t>(item.reading.size());
+    const Item& item = items_[i];
+    if (!item.progressive) total += item.ranked ? item.budget : item.pages;
   }
+  if (total == 0) return;
   const int64_t parts = pool_.size() == 1 ? 1 : int64_t{kSpansPerThread} * pool_.size();
   const int span_pages =
       pool_.size() == 1 ? std::numeric_limits<int>::max()
                         : static_cast<int>(std::max<int64_t>(kMinSpanPages, (total + parts - 1) / parts));
   spans_.clear();
-  int states = 0;
+  int states = item_count_;
   for (int i = 0; i < item_count_; ++i) {
     Item& item = items_[i];
-    const int pages = item.ranked ? static_cast<int>(item.reading.size()) : item.pages;
+    if (item.progressive) continue;
+    const int pages = item.ranked ? item.budget : item.pages;
     item.first_state = states;
     item.states = (pages - 1) / span_pages + 1;
     item.pending = item.states;
     for (int s = 0; s < item.states; ++s) {
       const int begin = static_cast<int>(int64_t{pages} * s / item.states);
       const int end = static_cast<int>(int64_t{pages} * (s + 1) / item.states);
-      spans_.push_back({i, item.ranked ? item.reading.data() + begin : nullptr, begin, end - begin, states++});
+      spans_.push_back({i, item.ranked ? item.order.data() + begin : nullptr, begin, end - begin, states++});
     }
   }
   run_spans(call, batch, true);
+}
+
+void Engine::reserve_states(int count) {
+  const int64_t floats = count * state_floats(geometry_.group());
+  if (static_cast<int64_t>(states_.size()) < floats) states_.resize(floats);
+}
+
+float Engine::lse(const float* of_state, int row) const {
+  return of_state[row] + std::log(of_state[geometry_.group() + row]);
 }
 
 // Attends every span; with `finish`, the task that attends the last span of an item that needs no more stores its rows.
 void Engine::run_spans(const LayerCall& call, const Batch& batch, bool finish) {
   int states = 0;
   for (const Span& span : spans_) states = std::max(states, span.state + 1);
-  const int64_t floats = states * state_floats(geometry_.group());
-  if (static_cast<int64_t>(states_.size()) < floats) states_.resize(floats);
+  reserve_states(states);
   pool_.for_each(static_cast<int>(spans_.size()), [&](int i) {
     attend_span(call, batch, spans_[i]);
     Item& item = items_[spans_[i].item];
-    if (finish && !item.progressive && was_last(item.pending)) finish_item(call, item);
+    if (finish && was_last(item.pending)) finish_item(call, item, spans_[i].item);
   });
 }
 
@@ -200,40 +261,34 @@ void Engine::attend_span(const LayerCall& call, const Batch& batch, const Span& 
 
 // PSA, Algorithm 1, batched: all open items read their next microbatch, then each is verified. With fewer items than
 // threads a microbatch is cut into parts, and an item whose microbatches are too small for that reads several of them a
-// round; those behind its stop are dropped and counted as wasted.
+// round; those behind its stop are dropped and counted as wasted. With an estimated remainder a round reads what the
+// estimates say is missing.
 void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection) {
   const int group = geometry_.group();
   int open = 0;
   for (int i = 0; i < item_count_; ++i) {
     Item& item = items_[i];
+    if (item.progressive && !item.open) finish_item(call, item, i);
     if (!item.open) continue;
     ++open;
     item.lse_min.assign(group, std::numeric_limits<float>::infinity());
   }
-  if (open == 0) return;
-  // The items' accumulated states lie first; a round's microbatches follow.
-  int base = 0;
-  for (int i = 0; i < item_count_; ++i) base = std::max(base, items_[i].first_state + items_[i].states);
-  for (int i = 0; i < item_count_; ++i) {
-    Item& item = items_[i];
-    if (!item.open) continue;
-    for (int s = 1; s < item.states; ++s) merge_state(state(item.first_state), state(item.first_state + s), group);
-    item.states = 1;
-  }
+  // The items' accumulated states lie first, a round's follow.
   while (open > 0) {
     const int tasks = pool_.size() == 1 ? 1 : (2 * pool_.size() + open - 1) / open;  // of an item
-    const int parts = std::clamp(selection.microbatch_pages / kMinSpanPages, 1, tasks);
-    const int ahead = (tasks + parts - 1) / parts;
+    const int most_parts = selection.estimated_remainder ? tasks : std::clamp(selection.microbatch_pages / kMinSpanPages, 1, tasks);
+    const int ahead = selection.estimated_remainder ? 1 : (tasks + most_parts - 1) / most_parts;
     spans_.clear();
-    int next_state = base;
+    int next_state = item_count_;
     for (int i = 0; i < item_count_; ++i) {
       Item& item = items_[i];
       if (!item.open) continue;
-      item.round_first = static_cast<int>(item.order.size());
-      item.rank.next(std::min(ahead * selection.microbatch_pages, item.budget - item.round_first), item.order);
+      if (!selection.estimated_remainder) take_next(item, i, selection, ahead);
       const int taken = static_cast<int>(item.order.size()) - item.round_first;
-      for (int first = 0; first < taken; first += selection.microbatch_pages) {
-        const int count = std::min(selection.microbatch_pages, taken - first);
+      const int microbatch = selection.estimated_remainder ? taken : selection.microbatch_pages;
+      for (int first = 0; first < taken; first += microbatch) {
+        const int count = std::min(microbatch, taken - first);
+        const int parts = selection.estimated_remainder ? std::clamp(count / kMinSpanPages, 1, most_parts) : most_parts;
         const int32_t* pages = item.order.data() + item.round_first + first;
         for (int part = 0; part < parts; ++part) {
           const int begin = count * part / parts;
@@ -244,53 +299,99 @@ void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const
     }
     run_spans(call, batch, false);
     for (size_t s = 0; s < spans_.size();) {
-      Item& item = items_[spans_[s].item];
+      const int index = spans_[s].item;
+      Item& item = items_[index];
       size_t end = s;
       int accepted = 0;
-      for (; end < spans_.size() && spans_[end].item == spans_[s].item; ++end) {
+      for (; end < spans_.size() && spans_[end].item == index; ++end) {
         if (!item.open) {
           item.wasted += spans_[end].count;
           continue;
         }
         const float* part = state(spans_[end].state);
-        merge_state(state(item.first_state), part, group);
+        merge_state(state(index), part, group);
         for (int g = 0; g < group; ++g) item.lse_min[g] = std::min(item.lse_min[g], part[2 * group + g]);
         item.left -= spans_[end].count;
         accepted += spans_[end].count;
         if (!spans_[end].ends_microbatch) continue;
         ++stats_.microbatches;
-        verify(item, selection, item.round_first + accepted);
+        verify(item, index, selection, item.round_first + accepted);
       }
       if (!item.open) {
         --open;
         item.order.resize(item.round_first + accepted);
-        finish_item(call, item);
+        finish_item(call, item, index);
+      } else if (selection.estimated_remainder) {
+        take_next(item, index, selection, 1);
       }
       s = end;
     }
   }
 }
 
-// PSA's verifying step (Algorithm 1, lines 13 to 18): the unread pages are taken to weigh as much as the lightest page
-// read so far. The group goes on until every one of its heads has reached the threshold.
-void Engine::verify(Item& item, const Selection& selection, int pages_read) {
-  const int group = geometry_.group();
-  const float* acc = state(item.first_state);
-  float lowest = 1.0f;
-  for (int g = 0; g < group; ++g) {
-    const float lse = acc[g] + std::log(acc[group + g]);
-    const float rest = static_cast<float>(item.left) * std::exp(item.lse_min[g] - lse);
-    lowest = std::min(lowest, 1.0f / (1.0f + rest));
+// Puts the pages of the item's next round into its order: `ahead` microbatches, or, with an estimated remainder, pages by
+// whole microbatches until the threshold is reached if the estimates hold.
+void Engine::take_next(Item& item, int index, const Selection& selection, int ahead) {
+  item.round_first = static_cast<int>(item.order.size());
+  if (!selection.estimated_remainder) {
+    item.rank.next(std::min(ahead * selection.microbatch_pages, item.budget - item.round_first), item.order);
+    return;
   }
-  item.kept = lowest;
+  const int group = geometry_.group();
+  static thread_local std::vector<double> unread, read;
+  unread.assign(item.unread.begin(), item.unread.end());
+  read.resize(group);
+  for (int g = 0; g < group; ++g) read[g] = read_share(item, index, g);
+  for (bool enough = false; !enough && static_cast<int>(item.order.size()) < item.budget;) {
+    const size_t first = item.order.size();
+    item.rank.next(std::min(selection.microbatch_pages, item.budget - static_cast<int>(first)), item.order);
+    enough = true;
+    for (int g = 0; g < group; ++g) {
+      double taken = 0.0;
+      for (size_t p = first; p < item.order.size(); ++p) taken += estimate(item, g, item.order[p]);
+      unread[g] = std::max(0.0, unread[g] - taken);
+      read[g] += taken;
+      enough = enough && read[g] > selection.threshold * (read[g] + unread[g]);
+    }
+  }
+}
+
+// The page's estimated weight as a share of all candidates'.
+double Engine::estimate(const Item& item, int g, int page) const {
+  const int candidates = item.candidate_end - item.candidate_begin;
+  return std::exp(scores_[item.score_offset + int64_t{g} * candidates + page - item.candidate_begin] - item.estimated_lse[g]);
+}
+
+// The weight read so far in the same unit.
+double Engine::read_share(const Item& item, int index, int g) const {
+  return std::exp(std::min(600.0, static_cast<double>(lse(state(index), g)) - item.estimated_lse[g]));
+}
+
+// Whether enough has been read. PSA (Algorithm 1, lines 13 to 18): the unread pages are taken to weigh as much as the lightest
+// page read so far; with an estimated remainder, what their key codes say. The group goes on until every one of its heads has
+// reached the threshold.
+void Engine::verify(Item& item, int index, const Selection& selection, int pages_read) {
+  const int group = geometry_.group();
+  double lowest = 1.0;
+  for (int g = 0; g < group; ++g) {
+    double rest;
+    if (selection.estimated_remainder) {
+      for (int p = item.round_first; p < pages_read; ++p) item.unread[g] -= estimate(item, g, item.order[p]);
+      rest = pages_read == item.candidate_end - item.candidate_begin ? 0.0 : std::max(0.0, item.unread[g]) / read_share(item, index, g);
+    } else {
+      rest = static_cast<double>(item.left) * std::exp(item.lse_min[g] - lse(state(index), g));
+    }
+    lowest = std::min(lowest, 1.0 / (1.0 + rest));
+  }
+  item.kept = static_cast<float>(lowest);
   if (lowest > selection.threshold || pages_read == item.budget) item.open = false;
 }
 
-void Engine::finish_item(const LayerCall& call, Item& item) {
+void Engine::finish_item(const LayerCall& call, Item& item, int index) {
   const Layout& layout = geometry_.layout;
   const int group = geometry_.group();
-  float* acc = state(item.first_state);
-  for (int s = 1; s < item.states; ++s) merge_state(acc, state(item.first_state + s), group);
+  float* acc = state(item.ranked ? index : item.first_state);
+  for (int s = item.ranked ? 0 : 1; s < item.states; ++s) merge_state(acc, state(item.first_state + s), group);
   for (int g = 0; g < group; ++g) {
     const int64_t element = item.token * call.out_stride + int64_t{item.head * group + g} * layout.head_dim;
     const float sum = acc[group + g];
@@ -305,7 +406,7 @@ void Engine::count_stats() {
   for (int i = 0; i < item_count_; ++i) {
     const Item& item = items_[i];
     const int candidates = item.candidate_end - item.candidate_begin;
-    const int selected = item.progressive ? static_cast<int>(item.order.size()) : item.budget;
+    const int selected = item.ranked ? static_cast<int>(item.order.size()) : item.budget;
     stats_.pages_total += item.pages;
     stats_.pages_candidate += candidates;
     stats_.pages_read += item.pages - candidates + selected;
@@ -322,11 +423,7 @@ std::vector<int32_t> Engine::last_plan(int request, int kv_head) const {
   for (int i = 0; i < item_count_; ++i) {
     const Item& item = items_[i];
     if (item.request != request || item.head != kv_head) continue;
-    if (item.progressive) return item.order;
-    if (item.ranked) {
-      const auto first = item.reading.begin() + item.candidate_begin;
-      return {first, first + item.budget};
-    }
+    if (item.ranked) return item.order;
     std::vector<int32_t> all(item.candidate_end - item.candidate_begin);
     std::iota(all.begin(), all.end(), item.candidate_begin);
     return all;

@@ -73,7 +73,7 @@ void Engine::append(const LayerCall& call, const Batch& batch) {
       if (offset + count == kPageTokens) {
         char* summary = block + geometry_.kv_heads * layout.head_pages_bytes() +
                         head * layout.head_summaries_bytes() + page * layout.summary_bytes();
-        kernels_.summarize(target, summary, layout.head_dim, layout.summary);
+        kernels_.summarize(target, summary, layout);
       }
       t += count;
     }

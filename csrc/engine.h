@@ -37,8 +37,11 @@ struct Selection {
   bool ranked = false;        // by summary score; otherwise every candidate, in sequence order
   double budget_ratio = 1.0;  // at most this share of the candidates, rounded up
   int max_pages = 0;          // and at most this many; 0: no such limit
-  float threshold = 1.0f;     // stop once this share of the mass is exceeded (PSA, Algorithm 1); 1: never
+  float threshold = 1.0f;     // stop once this share of the mass is exceeded; 1: never
   int microbatch_pages = 8;   // pages between two looks at the threshold
+  // What the unread pages are taken to weigh: the sum of their estimates (key codes), or each as much as the lightest page
+  // read so far (PSA, Algorithm 1).
+  bool estimated_remainder = false;
   int sink_tokens = 0;        // retained set, always attended densely
   int window_tokens = kPageTokens;
 
@@ -108,13 +111,13 @@ class Engine {
     int candidate_end;
     bool ranked;
     bool progressive;
-    int first_state;
+    int first_state;  // of what is read beside the retained set; ranked: that of the retained set is the item's own index
     int states;
     int pending;  // tasks of the current phase not finished yet; the one that finishes last takes the item's next step
     int budget;
     int64_t score_offset;
-    std::vector<int32_t> reading;  // ranked: pages known before any is read, ascending; progressive: the retained set
-    std::vector<int32_t> order;    // progressive: candidate pages read so far, in rank order
+    std::vector<int32_t> retained;  // ranked: pages of the retained set, ascending
+    std::vector<int32_t> order;     // ranked: candidate pages read so far; progressive in rank order, else ascending
     RankedPages rank;
     bool open;                      // progressive: not stopped yet
     int left;                       // progressive: candidates not yet counted
@@ -122,6 +125,8 @@ class Engine {
     int round_first;                // progressive: position in `order` of this round's first page
     float kept;
     std::vector<float> lse_min;     // [group]
+    std::vector<float> estimated_lse;  // [group] of all candidates
+    std::vector<double> unread;        // [group] estimated share of the candidates' weight that is unread
   };
   struct Span {  // one task: of attention for one item, of scoring for all items of a request
     int item;    // scoring: the first
@@ -137,15 +142,20 @@ class Engine {
   void run_row_block(const LayerCall& call, const Batch& batch, const RowBlock& block, int split);
   void attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection);
   void collect_items(const Batch& batch, const Selection& selection);
-  void score_and_rank(const LayerCall& call, const Batch& batch);
+  void prepare_summary_queries(const LayerCall& call);
+  void score_and_attend_retained(const LayerCall& call, const Batch& batch);
+  void rank(const Selection& selection);
   void score_span(const LayerCall& call, const Batch& batch, const Span& span);
-  void rank_item(Item& item);
+  void rank_item(Item& item, int index, const Selection& selection);
+  void take_next(Item& item, int index, const Selection& selection, int ahead);
+  double estimate(const Item& item, int g, int page) const;
+  double read_share(const Item& item, int index, int g) const;
   void attend_selected(const LayerCall& call, const Batch& batch);
   void attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection);
-  void verify(Item& item, const Selection& selection, int pages_read);
+  void verify(Item& item, int index, const Selection& selection, int pages_read);
   void run_spans(const LayerCall& call, const Batch& batch, bool finish);
   void attend_span(const LayerCall& call, const Batch& batch, const Span& span);
-  void finish_item(const LayerCall& call, Item& item);
+  void finish_item(const LayerCall& call, Item& item, int index);
   void count_stats();
 
   PageTable page_table(const LayerCall& call, const Batch& batch, int request, int head) const;
@@ -154,6 +164,9 @@ class Engine {
   // A state is group rows of [max, sum, page_lse_min] and then the rows' outputs.
   int64_t state_floats(int rows) const { return int64_t{rows} * (3 + geometry_.layout.head_dim); }
   float* state(int index) { return states_.data() + index * state_floats(geometry_.group()); }
+  const float* state(int index) const { return states_.data() + index * state_floats(geometry_.group()); }
+  void reserve_states(int count);
+  float lse(const float* of_state, int row) const;  // of what the state has read
   void merge_state(float* into, const float* from, int rows) const;
 
   Geometry geometry_;
@@ -169,6 +182,9 @@ class Engine {
   std::vector<Span> spans_;
   std::vector<float> states_;
   std::vector<float> scores_;
+  std::vector<float> summary_queries_;  // prepared rows of the ranked items' requests, head by head
+  std::vector<char> code_queries_;
+  std::vector<const void*> query_pointers_;  // both, as `score` takes them
 };
 
 }  // namespace hybrid_sparse

@@ -13,13 +13,15 @@ static inline float natural_log(float x) { return std::log(x); }
 static inline float natural_exp(float x) { return std::exp(x); }
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")
 #define HYBRID_SPARSE_BF16_DOT
+#define HYBRID_SPARSE_VNNI
 namespace hybrid_sparse {
 namespace {
 #include "vec_avx512.inl"
 #include "traits.inl"
 #include "attend.inl"
+#include "code_ops.inl"
 #include "page_ops.inl"
 }  // namespace
 }  // namespace hybrid_sparse
@@ -28,7 +30,8 @@ namespace {
 namespace hybrid_sparse {
 static bool runs_here() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") &&
+         __builtin_cpu_supports("avx512bf16");
 }
 extern const Isa isa_avx512_bf16;
 const Isa isa_avx512_bf16 = {"avx512_bf16", runs_here, {&kKernels<Bf16Dot>, &kKernels<F16>, &kKernels<F32>}};

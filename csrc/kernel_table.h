@@ -29,12 +29,15 @@ struct AttendArgs {
 // Query rows against the summaries of a range of pages, for all KV heads of a request: a block's lie in one piece.
 struct ScoreArgs {
   const void* const* queries;  // [heads * rows] prepared summary operands (see prepare_summary_query)
+  const void* const* codes;    // [heads * rows] encoded queries (see encode_query); null unless key_codes
   int heads;
   int rows;  // of a head
   int page_begin;
   int num_pages;
   PageTable table;  // of the first head
   int summary_elements;
+  int head_dim;
+  int code_bits;
   float scale;
   float* scores;  // row r of head h at scores + h * head_stride + r * row_stride
   int64_t head_stride;
@@ -50,17 +53,23 @@ struct Kernels {
   void (*prepare_summary_query)(const void* query, int head_dim, Summary summary, void* scratch);
   // State of the rows over the pages; overwrites row_max, row_sum, out and page_lse_min.
   void (*attend)(const AttendArgs& args);
+  // Bytes of one row's encoded query; query row -> operands of `score` for key codes, softmax scale included.
+  int64_t (*code_query_bytes)(int head_dim);
+  void (*encode_query)(const void* query, int head_dim, float scale, void* out);
   void (*score)(const ScoreArgs& args);
   // Page scores of a group's rows (row r at scores + r * stride) -> group scores: the largest, over the rows, of the
-  // logarithm of the page's estimated share of that row's candidates. With one row its scores are kept.
-  void (*group_scores)(const float* scores, int64_t stride, int rows, int count, float* out);
+  // logarithm of the page's estimated share of that row's weight.
+  // `retained`: [rows] log-sum-exp of what is read anyway, then shares are of both together (null: of the candidates alone,
+  // and one row keeps its scores). `lse`: [rows] receives the candidates' log-sum-exp; null together with `retained`.
+  void (*group_scores)(const float* scores, int64_t stride, int rows, int count, const float* retained, float* lse,
+                       float* out);
   // out[i] = the bucket of scores[i], 0 for the highest of them to buckets - 1 for the lowest, evenly over their range.
   void (*bucket_scores)(const float* scores, int count, int buckets, uint16_t* out);
   // K and V of `count` tokens into one page from token `offset` on; strides in elements.
   void (*write_page)(char* page, int offset, int count, int head_dim, const void* key, int64_t key_stride,
                      const void* value, int64_t value_stride);
   // Summary of a full page.
-  void (*summarize)(const char* page, char* out, int head_dim, Summary summary);
+  void (*summarize)(const char* page, char* out, const Layout& layout);
   // out[i] = values[i] * factor, rounded to the dtype.
   void (*store_row)(void* out, const float* values, float factor, int head_dim);
   // Sum of the bytes as floats: a plain read, for the measured ceiling. `next`: read after these, fetched meanwhile.

@@ -7,6 +7,8 @@
 //   K part   bf16: [head_dim/2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
 //   V part   bf16: [8 token pairs][head_dim][2 tokens]  f16, f32: [16 tokens][head_dim]
 //   summary  minmax: [max: head_dim][min: head_dim]     cuboid_mean: [centre: head_dim]
+//            key_codes: whatever the dtype [head_dim / 4][code_bits][16 tokens][4 dims] bits, then the page's mean with four
+//            bits a dim, a byte a token, and two bf16: the units of these bytes and of the mean (CodeLayout)
 // One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no horizontal sum.
 // Summaries live in the block, so whatever copies a block (copy-on-write, a KV connector) copies them too.
 #pragma once
@@ -18,26 +20,61 @@ namespace hybrid_sparse {
 inline constexpr int kPageTokens = 16;
 
 enum class DType : int { bf16 = 0, f16 = 1, f32 = 2 };
-enum class Summary : int { minmax = 0, cuboid_mean = 1 };
+enum class Summary : int { minmax = 0, cuboid_mean = 1, key_codes = 2 };
+
+inline constexpr int kMaxHeadDim = 512;
+inline constexpr int kCodeDims = 4;  // dims whose bits of one token lie side by side
 
 inline constexpr int element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+// Where the parts of a page's key codes lie, bytes from its start; the codes come first. `bytes` is a multiple of 16.
+struct CodeLayout {
+  int64_t mean;     // [head_dim / 2], the lower dim in the lower four bits
+  int64_t factors;  // [16 tokens] uint8
+  int64_t units;    // bf16 of the factors, bf16 of the mean
+  int64_t bytes;
+  CodeLayout(int head_dim, int code_bits)
+      : mean(int64_t{2} * head_dim * code_bits), factors(mean + head_dim / 2), units(factors + kPageTokens),
+        bytes((units + 4 + 15) / 16 * 16) {}
+};
 
 struct Layout {
   DType dtype;
   Summary summary;
   int head_dim;
   int block_tokens;
+  int code_bits = 0;  // key_codes: bits a dim, 1 or 2
 
   int pages_per_block() const { return block_tokens / kPageTokens; }
   int64_t page_bytes() const { return int64_t{2} * kPageTokens * head_dim * element_bytes(dtype); }
   int64_t value_offset() const { return page_bytes() / 2; }
   int summary_elements() const { return summary == Summary::minmax ? 2 * head_dim : head_dim; }
-  int64_t summary_bytes() const { return int64_t{summary_elements()} * element_bytes(dtype); }
+  int64_t summary_bytes() const {
+    return summary == Summary::key_codes ? CodeLayout(head_dim, code_bits).bytes
+                                         : int64_t{summary_elements()} * element_bytes(dtype);
+  }
   // A KV head's part of a block: its pages, and among the summaries its own.
   int64_t head_pages_bytes() const { return pages_per_block() * page_bytes(); }
   int64_t head_summaries_bytes() const { return pages_per_block() * summary_bytes(); }
   int64_t head_block_bytes() const { return head_pages_bytes() + head_summaries_bytes(); }
 };
+
+// Whether the rotation of key codes turns the sign of a dim: one bit of a fixed random sequence (SplitMix64).
+inline bool rotation_is_negative(int dim) {
+  uint64_t x = (static_cast<uint64_t>(dim) + 1) * 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return (x ^ (x >> 31)) >> 63;
+}
+
+// Bit i of the result's every fourth is bit i of 16.
+inline uint64_t every_fourth_bit(uint32_t bits) {
+  uint64_t x = bits;
+  x = (x | x << 24) & 0x000000ff000000ffu;
+  x = (x | x << 12) & 0x000f000f000f000fu;
+  x = (x | x << 6) & 0x0303030303030303u;
+  return (x | x << 3) & 0x1111111111111111u;
+}
 
 // Where the pages of one request and KV head lie: page p of the sequence is page p % pages_per_block of block p / pages_per_block.
 struct PageTable {

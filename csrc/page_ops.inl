@@ -33,9 +33,6 @@ static void prepare_summary_query(const void* query, int head_dim, Summary summa
   }
 }
 
-inline constexpr int kScorePages = 4;  // pages scored together,
-inline constexpr int kScoreRows = 4;   // with as many rows: 16 sums across lanes are taken together
-
 // Rows against `Pages` summaries that lie one after another; `ahead` is where the same pages of a later block lie.
 template <class T, int Rows, int Pages>
 static inline void score_tile(const ScoreArgs& args, const void* const* rows, const char* summaries, const char* ahead,
@@ -105,10 +102,13 @@ static void score(const ScoreArgs& args) {
           const int rows = args.rows - row < kScoreRows ? args.rows - row : kScoreRows;
           const void* const* queries = args.queries + head * args.rows + row;
           const char* next = ahead && row == 0 ? ahead + at : nullptr;
-          if (whole)
-            score_row_tile<T, kScoreRows, kScorePages>(args, queries, rows, here + at, next, out + row * args.row_stride);
+          float* row_scores = out + row * args.row_stride;
+          if (args.codes)
+            score_codes(args, args.codes + head * args.rows + row, rows, whole, here + at, next, row_scores);
+          else if (whole)
+            score_row_tile<T, kScoreRows, kScorePages>(args, queries, rows, here + at, next, row_scores);
           else
-            score_row_tile<T, kScoreRows, 1>(args, queries, rows, here + at, next, out + row * args.row_stride);
+            score_row_tile<T, kScoreRows, 1>(args, queries, rows, here + at, next, row_scores);
         }
         i += whole ? kScorePages : 1;
       }
@@ -117,14 +117,15 @@ static void score(const ScoreArgs& args) {
   }
 }
 
-static void group_scores(const float* scores, int64_t stride, int rows, int count, float* out) {
+static void group_scores(const float* scores, int64_t stride, int rows, int count, const float* retained,
+                         float* lse_out, float* out) {
   const float minus_infinity = -__builtin_inff();
   const int whole = count / 16 * 16;
   alignas(64) float last[16];
   for (int r = 0; r < rows; ++r) {
     const float* row = scores + r * stride;
     float lse = 0.0f;  // one row alone keeps its scores
-    if (rows > 1) {
+    if (rows > 1 || retained) {
       for (int i = 0; i < 16; ++i) last[i] = whole + i < count ? row[whole + i] : minus_infinity;
       vf highest = load(last);
       for (int i = 0; i < whole; i += 16) highest = max(highest, load(row + i));
@@ -133,6 +134,11 @@ static void group_scores(const float* scores, int64_t stride, int rows, int coun
       vf sum = exp_nonpositive(add(load(last), shift));
       for (int i = 0; i < whole; i += 16) sum = add(sum, exp_nonpositive(add(load(row + i), shift)));
       lse = high + natural_log(reduce_add(sum));
+    }
+    if (retained) {
+      lse_out[r] = lse;
+      const float high = lse > retained[r] ? lse : retained[r];
+      lse = high + natural_log(natural_exp(lse - high) + natural_exp(retained[r] - high));
     }
     const vf shift = set1(-lse);
     for (int i = 0; i < whole; i += 16) {
@@ -186,7 +192,9 @@ static void write_page(char* page, int offset, int count, int head_dim, const vo
 }
 
 template <class T>
-static void summarize(const char* page, char* out, int head_dim, Summary summary) {
+static void summarize(const char* page, char* out, const Layout& layout) {
+  const int head_dim = layout.head_dim;
+  if (layout.summary == Summary::key_codes) return encode_page<T>(page, out, head_dim, layout.code_bits);
   using Element = typename T::Element;
   const Element* keys = reinterpret_cast<const Element*>(page);
   Element* result = reinterpret_cast<Element*>(out);
@@ -200,7 +208,7 @@ static void summarize(const char* page, char* out, int head_dim, Summary summary
         low = x < low ? x : low;
         high = x > high ? x : high;
       }
-      if (summary == Summary::minmax) {
+      if (layout.summary == Summary::minmax) {
         result[d + i] = T::from_float(high);
         result[head_dim + d + i] = T::from_float(low);
       } else {
@@ -228,6 +236,6 @@ static float stream(const char* bytes, int64_t size, const char* next) {
 }
 
 template <class T>
-inline constexpr Kernels kKernels = {query_bytes<T>, prepare_query<T>, prepare_summary_query<T>, attend<T>, score<T>,
-                                     group_scores,   bucket_scores,    write_page<T>,            summarize<T>, store_row<T>,
-                                     stream};
+inline constexpr Kernels kKernels = {
+    query_bytes<T>, prepare_query<T>, prepare_summary_query<T>, attend<T>,     code_query_bytes, encode_query<T>, score<T>,
+    group_scores,   bucket_scores,    write_page<T>,            summarize<T>, store_row<T>,      stream};

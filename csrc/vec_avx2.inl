@@ -15,6 +15,7 @@ static inline void store(float* p, vf x) {
   _mm256_storeu_ps(p + 8, x.b);
 }
 static inline vf add(vf x, vf y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+static inline vf sub(vf x, vf y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 static inline vf mul(vf x, vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
 static inline vf fma(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 static inline vf max(vf x, vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
@@ -104,3 +105,73 @@ static inline vf load_f16(const char* p) {
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
 }
 static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
+
+static inline __m256 log2_half(__m256 x) {
+  // x = m * 2^shift, m in [0.75, 1.5): with the bits of 0.75 taken off, the exponent is what lies above the mantissa
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i shift = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3f400000)), 23);
+  const __m256 m = _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(shift, 23)));
+  const __m256 one = _mm256_set1_ps(1.0f);
+  const __m256 z = _mm256_div_ps(_mm256_sub_ps(m, one), _mm256_add_ps(m, one));
+  const __m256 z2 = _mm256_mul_ps(z, z);
+  __m256 p = _mm256_fmadd_ps(z2, _mm256_set1_ps(2.8853901f / 9), _mm256_set1_ps(2.8853901f / 7));
+  p = _mm256_fmadd_ps(p, z2, _mm256_set1_ps(2.8853901f / 5));
+  p = _mm256_fmadd_ps(p, z2, _mm256_set1_ps(2.8853901f / 3));
+  p = _mm256_fmadd_ps(p, z2, _mm256_set1_ps(2.8853901f));
+  return _mm256_fmadd_ps(p, z, _mm256_cvtepi32_ps(shift));
+}
+// Base 2 logarithm of positive normal numbers (absolute error below 1e-6), by the series of 2 atanh((m - 1) / (m + 1)).
+static inline vf log2_positive(vf x) { return {log2_half(x.a), log2_half(x.b)}; }
+
+static inline __m256 exp2_half(__m256 x) {
+  x = _mm256_max_ps(x, _mm256_set1_ps(-126.0f));
+  const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256 f = _mm256_sub_ps(x, n);
+  __m256 p = _mm256_fmadd_ps(f, _mm256_set1_ps(0.05517132f), _mm256_set1_ps(0.24261054f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.69326099f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.99992811f));
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+}
+// 2^x for x <= 0 (relative error below 8e-5, enough for an estimate; next to nothing below -126).
+static inline vf exp2_nonpositive(vf x) { return {exp2_half(x.a), exp2_half(x.b)}; }
+
+static inline uint32_t mask_at_least_zero(vf x) {
+  const __m256 none = _mm256_setzero_ps();
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.a, none, _CMP_GE_OQ))) |
+         static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.b, none, _CMP_GE_OQ))) << 8;
+}
+static inline __m256 keep_bits(uint32_t mask, __m256 x) {
+  const __m256i lane_bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i kept = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(mask)), lane_bits);
+  return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(kept, lane_bits)));
+}
+static inline vf keep_mask(uint32_t mask, vf x) { return {keep_bits(mask, x.a), keep_bits(mask >> 8, x.b)}; }
+static inline vf load_bytes(const char* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+
+// Sixteen fields of four bits, one a lane, with others above them.
+struct Fours {
+  __m256i a, b;
+};
+static inline Fours load_fours(const char* p) {
+  uint32_t bits[2];
+  std::memcpy(bits, p, sizeof(bits));
+  const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+  return {_mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(bits[0])), shifts),
+          _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(bits[1])), shifts)};
+}
+static inline __m256 look_up_half(vf table, __m256i index) {
+  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.a, index), _mm256_permutevar8x32_ps(table.b, index),
+                          _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+}
+static inline vf look_up(const char* table, Fours index) {
+  const vf sums = load(reinterpret_cast<const float*>(table));
+  return {look_up_half(sums, index.a), look_up_half(sums, index.b)};
+}
+static inline vf four_values(Fours fours) {
+  const __m256i low = _mm256_set1_epi32(15);
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(fours.a, low)), _mm256_cvtepi32_ps(_mm256_and_si256(fours.b, low))};
+}
+#include "code_tables.inl"

@@ -10,6 +10,7 @@ static inline vf set1(float x) { return _mm512_set1_ps(x); }
 static inline vf load(const float* p) { return _mm512_loadu_ps(p); }
 static inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
 static inline vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
+static inline vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 static inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 static inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
@@ -84,3 +85,98 @@ static inline vf load_f16(const char* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
+
+// Base 2 logarithm of positive normal numbers (absolute error below 1e-6): of the mantissa m in [0.75, 1.5) by the series of
+// 2 atanh((m - 1) / (m + 1)).
+static inline vf log2_positive(vf x) {
+  const vf m = _mm512_getmant_ps(x, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_zero);
+  const vf exponent = _mm512_getexp_ps(_mm512_div_ps(x, m));
+  const vf z = _mm512_div_ps(_mm512_sub_ps(m, set1(1.0f)), add(m, set1(1.0f)));
+  const vf z2 = mul(z, z);
+  vf p = fma(z2, set1(2.8853901f / 9), set1(2.8853901f / 7));
+  p = fma(p, z2, set1(2.8853901f / 5));
+  p = fma(p, z2, set1(2.8853901f / 3));
+  p = fma(p, z2, set1(2.8853901f));
+  return fma(p, z, exponent);
+}
+
+// 2^x for x <= 0 (relative error below 8e-5, enough for an estimate).
+static inline vf exp2_nonpositive(vf x) {
+  const vf n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const vf f = sub(x, n);
+  vf p = fma(f, set1(0.05517132f), set1(0.24261054f));
+  p = fma(p, f, set1(0.69326099f));
+  p = fma(p, f, set1(0.99992811f));
+  return _mm512_scalef_ps(p, n);
+}
+
+static inline uint32_t mask_at_least_zero(vf x) { return _mm512_cmp_ps_mask(x, zero(), _CMP_GE_OQ); }
+static inline vf keep_mask(uint32_t mask, vf x) { return _mm512_maskz_mov_ps(static_cast<__mmask16>(mask), x); }
+static inline vf load_bytes(const char* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+// Sixteen fields of four bits, one a lane, with others above them.
+static inline __m512i load_fours(const char* p) {
+  uint32_t bits[2];
+  std::memcpy(bits, p, sizeof(bits));
+  const __m512i both =
+      _mm512_inserti64x4(_mm512_set1_epi32(static_cast<int>(bits[0])), _mm256_set1_epi32(static_cast<int>(bits[1])), 1);
+  return _mm512_srlv_epi32(both, _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28));
+}
+
+#ifdef HYBRID_SPARSE_VNNI
+// Four dims of a row are four signed bytes, a token's code bytes of 0 to 3: one instruction adds the products of all 16 tokens.
+inline constexpr int kCodeGroupBytes = 4;
+using CodeBits = __m512i;
+using CodeSum = __m512i;
+static inline void store_code_group(const int8_t* dims, char* out) { std::memcpy(out, dims, 4); }
+template <int Bits>
+static inline CodeBits load_codes(const char* p) {
+  uint64_t bits[Bits];
+  std::memcpy(bits, p, sizeof(bits));
+  __m512i codes = _mm512_maskz_mov_epi8(_cvtu64_mask64(bits[0]), _mm512_set1_epi8(1));
+  if constexpr (Bits == 2)
+    codes = _mm512_mask_add_epi8(codes, _cvtu64_mask64(bits[1]), codes, _mm512_set1_epi8(2));
+  return codes;
+}
+static inline CodeSum no_codes() { return _mm512_setzero_si512(); }
+template <int Bits>
+static inline CodeSum add_codes(CodeSum sum, CodeBits codes, const char* group) {
+  int dims;
+  std::memcpy(&dims, group, sizeof(dims));
+  return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(dims));
+}
+static inline vf code_sums(CodeSum sum) { return _mm512_cvtepi32_ps(sum); }
+
+// Of 64 dims the even ones, then the odd ones, as the halves of 32 bytes of four bits come apart.
+inline constexpr int kMeanDims = 64;
+inline constexpr int kMeanQueryBytes = 64;
+using MeanBits = __m512i;
+using MeanSum = __m512i;
+static inline void store_mean_query(const int8_t* dims, char* out) {
+  for (int i = 0; i < 32; ++i) {
+    out[i] = static_cast<char>(dims[2 * i]);
+    out[32 + i] = static_cast<char>(dims[2 * i + 1]);
+  }
+}
+static inline MeanBits load_mean(const char* p, int dims) {
+  const __mmask32 kept = dims >= 64 ? 0xffffffffu : (1u << (dims / 2)) - 1u;
+  const __m256i fours = _mm256_maskz_loadu_epi8(kept, p);
+  const __m256i low = _mm256_set1_epi8(15);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_and_si256(fours, low)),
+                            _mm256_and_si256(_mm256_srli_epi16(fours, 4), low), 1);
+}
+static inline MeanSum no_mean() { return _mm512_setzero_si512(); }
+static inline MeanSum add_mean(MeanSum sum, MeanBits mean, const char* query) {
+  return _mm512_dpbusd_epi32(sum, mean, _mm512_loadu_si512(query));
+}
+static inline vf mean_sums(MeanSum sum) { return _mm512_cvtepi32_ps(sum); }
+#else
+static inline vf look_up(const char* table, __m512i index) {
+  return _mm512_permutexvar_ps(index, load(reinterpret_cast<const float*>(table)));
+}
+static inline vf four_values(__m512i fours) { return _mm512_cvtepi32_ps(_mm512_and_si512(fours, _mm512_set1_epi32(15))); }
+using Fours = __m512i;
+#include "code_tables.inl"
+#endif

@@ -13,6 +13,7 @@ static inline vf set1(float x) { vf r; HYBRID_SPARSE_LANES r.v[i] = x; return r;
 static inline vf load(const float* p) { vf r; HYBRID_SPARSE_LANES r.v[i] = p[i]; return r; }
 static inline void store(float* p, vf x) { HYBRID_SPARSE_LANES p[i] = x.v[i]; }
 static inline vf add(vf a, vf b) { HYBRID_SPARSE_LANES a.v[i] += b.v[i]; return a; }
+static inline vf sub(vf a, vf b) { HYBRID_SPARSE_LANES a.v[i] -= b.v[i]; return a; }
 static inline vf mul(vf a, vf b) { HYBRID_SPARSE_LANES a.v[i] *= b.v[i]; return a; }
 static inline vf fma(vf a, vf b, vf c) { HYBRID_SPARSE_LANES c.v[i] += a.v[i] * b.v[i]; return c; }
 static inline vf max(vf a, vf b) { HYBRID_SPARSE_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
@@ -60,4 +61,37 @@ static inline vf load_f16(const char* p) {
   return r;
 }
 static inline void prefetch(const char*) {}
+
+static inline vf log2_positive(vf x) { HYBRID_SPARSE_LANES x.v[i] = std::log2(x.v[i]); return x; }
+static inline vf exp2_nonpositive(vf x) { HYBRID_SPARSE_LANES x.v[i] = std::exp2(x.v[i]); return x; }
+static inline uint32_t mask_at_least_zero(vf x) {
+  uint32_t mask = 0;
+  HYBRID_SPARSE_LANES mask |= (x.v[i] >= 0.0f ? 1u : 0u) << i;
+  return mask;
+}
+static inline vf keep_mask(uint32_t mask, vf x) { HYBRID_SPARSE_LANES x.v[i] = mask >> i & 1 ? x.v[i] : 0.0f; return x; }
+static inline vf load_bytes(const char* p) {
+  vf r;
+  HYBRID_SPARSE_LANES r.v[i] = static_cast<float>(static_cast<uint8_t>(p[i]));
+  return r;
+}
+
+// Sixteen fields of four bits.
+using Fours = uint64_t;
+static inline Fours load_fours(const char* p) {
+  Fours bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  return bits;
+}
+static inline vf look_up(const char* table, Fours index) {
+  vf r;
+  HYBRID_SPARSE_LANES std::memcpy(&r.v[i], table + (index >> (4 * i) & 15) * sizeof(float), sizeof(float));
+  return r;
+}
+static inline vf four_values(Fours fours) {
+  vf r;
+  HYBRID_SPARSE_LANES r.v[i] = static_cast<float>(fours >> (4 * i) & 15);
+  return r;
+}
 #undef HYBRID_SPARSE_LANES
+#include "code_tables.inl"

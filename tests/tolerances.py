@@ -28,6 +28,9 @@ OUTPUT = {
 SCORE_TIE = 1e-4
 """Group scores (natural log) this close may rank either way: they are float32 sums of a few hundred products."""
 
+CODE_TIE = 2e-3
+"""The same for weights estimated from key codes: 2^x to 1e-4, and an 8-bit element of a query may round either way."""
+
 THRESHOLD_TIE = 1e-5
 """A P_acc this close to the threshold may stop or go on."""
 

@@ -8,10 +8,11 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Self
 
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.values import PAGE_TOKENS, SUMMARY_VECTORS, RetainedSet, SelectionSpec
+from vllm_hybrid_sparse.values import CODE_BITS, PAGE_TOKENS, SUMMARY_VECTORS, RetainedSet, SelectionSpec
 
 POLICIES = ("dense", "topk", "progressive")
 SUMMARIES = tuple(SUMMARY_VECTORS)
+REMAINDERS = ("auto", "estimated", "lightest_page")
 THREAD_POOLS = ("auto", "own", "openmp")
 ISAS = ("auto", "avx512_bf16", "avx512", "avx2", "scalar")
 
@@ -31,12 +32,14 @@ class _Setting:
     meaning: str
     unit: str = ""
     policies: tuple[str, ...] = ()  # the only ones that use it; empty: every policy may
+    summaries: tuple[str, ...] = ()  # likewise
     unless: str = ""  # the setting that takes this one's place where it is given
 
 
 def _setting(setting: _Setting) -> Any:
-    """A dataclass field; one that only some policies use stays None until the policy is known to use it."""
-    return field(default=None if setting.policies else setting.default, metadata={"setting": setting})
+    """A dataclass field; one that not every policy and summary uses stays None until it is known to be used."""
+    restricted = setting.policies or setting.summaries
+    return field(default=None if restricted else setting.default, metadata={"setting": setting})
 
 
 def _choice(default: str, choices: tuple[str, ...], meaning: str) -> Any:
@@ -69,11 +72,22 @@ class HybridSparseConfig:
     microbatch_pages: int | None = _setting(
         _Setting(
             kind=int,
-            default=64,
+            default=16,
             values="1 to 1024",
             allows=lambda value: 1 <= value <= 1024,
             meaning="pages read between two looks at the threshold (PSA's m)",
             unit="pages",
+            policies=("progressive",),
+        )
+    )
+    remainder: str | None = _setting(
+        _Setting(
+            kind=str,
+            default="auto",
+            values=f"one of {', '.join(REMAINDERS)}",
+            allows=REMAINDERS.__contains__,
+            meaning="what the unread pages are taken to weigh: what their key codes say, or each as much as the lightest "
+            "page read (PSA); auto estimates where the summary is key_codes",
             policies=("progressive",),
         )
     )
@@ -101,9 +115,20 @@ class HybridSparseConfig:
         )
     )
     summary: str = _choice(
-        "cuboid_mean",
+        "key_codes",
         SUMMARIES,
-        "what is kept of a page to estimate its score: ArkVale's cuboid centre or Quest's bounds",
+        "what is kept of a page to estimate its score: bits of each key (RaBitQ), ArkVale's cuboid centre or Quest's bounds",
+    )
+    code_bits: int | None = _setting(
+        _Setting(
+            kind=int,
+            default=2,
+            values=f"one of {', '.join(map(str, CODE_BITS))}",
+            allows=CODE_BITS.__contains__,
+            meaning="bits a dimension of a key's code",
+            unit="bits",
+            summaries=("key_codes",),
+        )
     )
     sink_tokens: int = _setting(
         _Setting(
@@ -162,17 +187,32 @@ class HybridSparseConfig:
         for entry in fields(self):
             setting = _setting_of(entry)
             replaced = setting.unless and getattr(self, setting.unless) is not None
-            if getattr(self, entry.name) is None and self.policy in setting.policies and not replaced:
+            used = setting.policies or setting.summaries
+            if getattr(self, entry.name) is None and used and not self._unused_because(setting) and not replaced:
                 object.__setattr__(self, entry.name, setting.default)
+        if self.remainder == "auto":
+            estimates = self.summary == "key_codes"
+            object.__setattr__(self, "remainder", "estimated" if estimates else "lightest_page")
+        if self.remainder == "estimated" and self.summary != "key_codes":
+            raise _refusal("remainder", self.remainder, f"needs summary key_codes, and the summary is {self.summary}")
+
+    def _unused_because(self, setting: _Setting) -> str:
+        """Why the setting has no effect; empty where it has."""
+        for kind, chosen, users in (
+            ("policy", self.policy, setting.policies),
+            ("summary", self.summary, setting.summaries),
+        ):
+            if users and chosen not in users:
+                return f"used by {kind} {' and '.join(users)} only, and the {kind} is {chosen}"
+        return ""
 
     def _check_use(self, entry: Field[Any]) -> None:
         """Refuse a setting that is given but would have no effect."""
         setting, value = _setting_of(entry), getattr(self, entry.name)
-        if value is None or not setting.policies:
+        if value is None:
             return
-        if self.policy not in setting.policies:
-            users = " and ".join(setting.policies)
-            raise _refusal(entry.name, value, f"used by policy {users} only, and the policy is {self.policy}")
+        if reason := self._unused_because(setting):
+            raise _refusal(entry.name, value, reason)
         if setting.unless and getattr(self, setting.unless) is not None:
             raise _refusal(entry.name, value, f"give it or {setting.unless}, not both")
 
@@ -203,7 +243,12 @@ class HybridSparseConfig:
             return SelectionSpec(ranked=True, budget_ratio=self.topk_ratio or 1.0, max_pages=self.topk_pages)
         assert self.threshold is not None
         assert self.microbatch_pages is not None
-        return SelectionSpec(ranked=True, threshold=self.threshold, microbatch_pages=self.microbatch_pages)
+        return SelectionSpec(
+            ranked=True,
+            threshold=self.threshold,
+            microbatch_pages=self.microbatch_pages,
+            estimated_remainder=self.remainder == "estimated",
+        )
 
     def describe(self) -> str:
         """The settings in effect as one line, `name=value` separated by blanks."""
@@ -221,6 +266,8 @@ def settings_table() -> str:
         meaning = setting.meaning
         if setting.policies:
             meaning += f"; policy {' and '.join(setting.policies)} only"
+        if setting.summaries:
+            meaning += f"; summary {' and '.join(setting.summaries)} only"
         if setting.unless:
             meaning += f", and not together with `{setting.unless}`"
         lines.append(f"| `{entry.name}` | {values} | {default} | {meaning} |")

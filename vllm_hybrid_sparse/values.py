@@ -11,11 +11,27 @@ PAGE_TOKENS = 16
 MAX_HEAD_DIM = 512
 """Largest head dimension that the kernels take; every multiple of 16 up to it is."""
 
-SUMMARY_VECTORS = {"minmax": 2, "cuboid_mean": 1}
-"""Vectors of `head_dim` values that each kind of summary keeps of a page: minmax (max, min), cuboid_mean (centre)."""
+SUMMARY_VECTORS = {"minmax": 2, "cuboid_mean": 1, "key_codes": 0}
+"""Vectors of `head_dim` values that each kind of summary keeps of a page: minmax (max, min), cuboid_mean (centre);
+key_codes keeps none, but one or two bits of each key."""
+
+CODE_BITS = (1, 2)
+"""Bits a dimension that key codes may have."""
 
 _RATIO_SLACK_PAGES = 1e-9
 """What `ratio * candidates` may exceed a whole number by without costing a page: 0.07 * 100 is 7.000000000000001."""
+
+
+def summary_bytes(summary: str, head_dim: int, element_bytes: int, code_bits: int) -> int:
+    """Bytes of the summary of one page of one KV head, a multiple of 16.
+
+    key_codes, whatever the KV dtype: code_bits of every dimension of 16 keys, four bits a dimension of their mean, a
+    byte for each key, and two bf16 numbers.
+    """
+    if summary != "key_codes":
+        return SUMMARY_VECTORS[summary] * head_dim * element_bytes
+    content = PAGE_TOKENS * head_dim * code_bits // 8 + head_dim // 2 + PAGE_TOKENS + 4
+    return -(-content // 16) * 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +84,9 @@ class SelectionSpec:
     max_pages: int | None = None  # most pages, as a number >= 1; None: no such limit
     threshold: float = 1.0  # stop once P_acc > threshold (PSA, Algorithm 1, line 17); in (0, 1], at 1 never
     microbatch_pages: int = 8  # pages between two looks at the threshold (PSA's m); >= 1
+    # What the unread pages are taken to weigh in P_acc: the sum of their estimates, which only key codes give, and then
+    # a look comes only where the estimates say that enough is read; or each as much as the lightest page read (PSA).
+    estimated_remainder: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.budget_ratio <= 1:

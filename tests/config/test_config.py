@@ -26,7 +26,7 @@ def refusal_of(mapping: Any) -> str:
 def test_nothing_given_is_dense_with_the_documented_defaults() -> None:
     assert HybridSparseConfig.from_mapping({}) == HybridSparseConfig()
     assert HybridSparseConfig().describe() == (
-        "policy=dense summary=cuboid_mean sink_tokens=64 window_tokens=256 "
+        "policy=dense summary=key_codes code_bits=2 sink_tokens=64 window_tokens=256 "
         "isa=auto num_threads=0 thread_pool=auto log_interval_s=10.0"
     )
 
@@ -39,10 +39,21 @@ def test_nothing_given_is_dense_with_the_documented_defaults() -> None:
         ({"policy": "topk", "topk_ratio": 0.2}, SelectionSpec(ranked=True, budget_ratio=0.2)),
         ({"policy": "topk", "topk_pages": 12}, SelectionSpec(ranked=True, max_pages=12)),
         ({}, SelectionSpec()),
-        ({"policy": "progressive"}, SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=64)),
+        (
+            {"policy": "progressive"},
+            SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=16, estimated_remainder=True),
+        ),
+        (
+            {"policy": "progressive", "remainder": "lightest_page"},
+            SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=16),
+        ),
+        (
+            {"policy": "progressive", "summary": "minmax"},
+            SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=16),
+        ),
         (
             {"policy": "progressive", "threshold": 1, "microbatch_pages": 1},
-            SelectionSpec(ranked=True, threshold=1.0, microbatch_pages=1),
+            SelectionSpec(ranked=True, threshold=1.0, microbatch_pages=1, estimated_remainder=True),
         ),
     ],
 )
@@ -84,6 +95,14 @@ def test_a_whole_number_is_a_number() -> None:
 
 def test_null_means_not_given() -> None:
     assert HybridSparseConfig.from_mapping(dict.fromkeys(NAMES)) == HybridSparseConfig()
+
+
+def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
+    message = refusal_of({"policy": "progressive", "summary": "minmax", "remainder": "estimated"})
+    assert message == "hybrid_sparse.remainder='estimated': needs summary key_codes, and the summary is minmax"
+    message = refusal_of({"summary": "minmax", "code_bits": 1})
+    assert message == "hybrid_sparse.code_bits=1: used by summary key_codes only, and the summary is minmax"
+    assert "must be one of 1, 2" in refusal_of({"code_bits": 3})
 
 
 @pytest.mark.parametrize(

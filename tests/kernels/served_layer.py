@@ -27,6 +27,7 @@ class Shape:
     head_dim: int = 64
     block_tokens: int = 32
     summary: str = "minmax"
+    code_bits: int = 2
     isa: str = "auto"
     num_threads: int = 1
     scale: float = 0.125
@@ -38,6 +39,7 @@ class Shape:
             head_dim=self.head_dim,
             block_tokens=self.block_tokens,
             summary=self.summary,
+            code_bits=self.code_bits,
         )
 
 
@@ -77,6 +79,7 @@ class ServedLayer:
             block_tokens=shape.block_tokens,
             scale=shape.scale,
             summary=shape.summary,
+            code_bits=shape.code_bits,
             isa=shape.isa,
             num_threads=shape.num_threads,
         )

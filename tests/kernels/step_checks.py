@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.served_layer import ServedLayer, Step
-from tests.tolerances import SCORE_TIE, THRESHOLD_TIE, assert_close
+from tests.tolerances import CODE_TIE, SCORE_TIE, THRESHOLD_TIE, assert_close
+from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_weights
 from vllm_hybrid_sparse.kernels.paged_attention.reference import paged_attention
 from vllm_hybrid_sparse.kernels.progressive.reference import ProgressiveResult
 from vllm_hybrid_sparse.kernels.score.reference import score_pages
@@ -30,6 +31,7 @@ def check_step(layer: ServedLayer, step: Step) -> list[str]:
         retained=step.retained,
         scale=shape.scale,
         summary=shape.summary,
+        code_bits=shape.code_bits,
     )
     excuses = []
     wanted, groups = expected.out, iter(expected.groups)
@@ -44,7 +46,7 @@ def check_step(layer: ServedLayer, step: Step) -> list[str]:
                 continue
             key, value, query = request.key[:, kv_head], request.value[:, kv_head], heads[kv_head]
             where = f"request {index} of {len(key)} tokens, KV head {kv_head}"
-            excuse = near_tie(pages, result, page_scores(layer, step, query, key), step)
+            excuse = near_tie(pages, result, page_scores(layer, step, query, key, value), step, tie_of(layer))
             assert excuse, f"{where}: read {pages}, the reference reads {result.pages}"
             excuses.append(f"{where}: {excuse}")
             read = [*step.retained.retained_pages(len(key)), *pages]
@@ -54,12 +56,25 @@ def check_step(layer: ServedLayer, step: Step) -> list[str]:
     return excuses
 
 
-def page_scores(layer: ServedLayer, step: Step, query: Tensor, key: Tensor) -> dict[int, float]:
+def tie_of(layer: ServedLayer) -> float:
+    """How close the layer's group scores are to the reference's."""
+    return CODE_TIE if layer.shape.summary == "key_codes" else SCORE_TIE
+
+
+def page_scores(layer: ServedLayer, step: Step, query: Tensor, key: Tensor, value: Tensor) -> dict[int, float]:
     """Group score of each candidate page of one KV head of one request."""
+    shape = layer.shape
     first_page, end_page = step.retained.candidate_range(len(key))
-    summaries = summarize_pages(key[16 * first_page : 16 * end_page], layer.shape.summary)
-    scores = score_pages(query, summaries, layer.shape.scale, layer.shape.summary)
-    return dict(zip(range(first_page, end_page), group_scores(scores.numpy()).tolist(), strict=True))
+    candidates = key[16 * first_page : 16 * end_page]
+    if shape.summary == "key_codes":
+        retained_pages = step.retained.retained_pages(len(key))
+        weights = estimate_weights(query, encode_keys(candidates, shape.code_bits), shape.scale)
+        _, retained_lse = attend_pages(query, key, value, retained_pages, shape.scale)
+        scores = group_scores(weights.numpy(), retained_lse.numpy())
+    else:
+        summaries = summarize_pages(candidates, shape.summary)
+        scores = group_scores(score_pages(query, summaries, shape.scale, shape.summary).numpy())
+    return dict(zip(range(first_page, end_page), scores.tolist(), strict=True))
 
 
 def same_pages(pages: list[int], expected: list[int], step: Step) -> bool:
@@ -67,7 +82,7 @@ def same_pages(pages: list[int], expected: list[int], step: Step) -> bool:
     return pages == expected if step.selection.threshold < 1 else sorted(pages) == sorted(expected)
 
 
-def near_tie(pages: list[int], result: ProgressiveResult, scores: dict[int, float], step: Step) -> str:
+def near_tie(pages: list[int], result: ProgressiveResult, scores: dict[int, float], step: Step, tie: float) -> str:
     """Why `pages` may differ from the reference's, or nothing: a tie of scores, or P_acc on the threshold."""
     if len(set(pages)) != len(pages) or not set(pages) <= set(scores):
         return ""
@@ -75,13 +90,17 @@ def near_tie(pages: list[int], result: ProgressiveResult, scores: dict[int, floa
         # The same number of pages, and those that differ are no better and no worse.
         differing = set(pages) ^ set(result.pages)
         spread = max(scores[page] for page in differing) - min(scores[page] for page in differing)
-        tied = len(pages) == len(result.pages) and spread < SCORE_TIE
+        tied = len(pages) == len(result.pages) and spread < tie
         return f"pages {sorted(differing)} tie within {spread:.1e}" if tied else ""
     pairs = [pair for pair in zip(pages, result.pages, strict=False) if pair[0] != pair[1]]
-    if any(abs(scores[page] - scores[expected]) >= SCORE_TIE for page, expected in pairs):
+    if any(abs(scores[page] - scores[expected]) >= tie for page, expected in pairs):
         return ""
     if len(pages) == len(result.pages):
         return f"these tie: {pairs}"
+    if step.selection.estimated_remainder:
+        # What is expected of the unread decides too: the same order, cut a microbatch earlier or later.
+        further = abs(len(pages) - len(result.pages))
+        return "P_acc is near the threshold" if further <= step.selection.microbatch_pages else ""
     decided = min(len(pages), len(result.pages)) // step.selection.microbatch_pages - 1
     if 0 <= decided < len(result.mass) and abs(result.mass[decided].min() - step.selection.threshold) < THRESHOLD_TIE:
         return f"P_acc is on the threshold after microbatch {decided}"

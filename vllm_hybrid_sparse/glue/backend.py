@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from vllm_hybrid_sparse.glue.registration import BACKEND_NAME
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES
-from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS, SUMMARY_VECTORS
+from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS, summary_bytes
 
 
 class HybridSparseBackend(AttentionBackend):
@@ -68,8 +68,8 @@ class HybridSparseBackend(AttentionBackend):
         """
         from vllm.config import get_current_vllm_config  # noqa: PLC0415
 
-        summary = settings_of(get_current_vllm_config()).summary
+        settings = settings_of(get_current_vllm_config())
         element_bytes = spec.dtype.itemsize
-        summary_bytes = SUMMARY_VECTORS[summary] * spec.head_size * element_bytes
-        content_bytes = 2 * spec.head_size * element_bytes + summary_bytes // PAGE_TOKENS
+        page_summary = summary_bytes(settings.summary, spec.head_size, element_bytes, settings.code_bits or 0)
+        content_bytes = 2 * spec.head_size * element_bytes + page_summary // PAGE_TOKENS
         return replace(spec, state_content_bytes=content_bytes)

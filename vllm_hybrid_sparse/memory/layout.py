@@ -8,9 +8,11 @@ summaries of all heads, and reads them in one piece.
     K part   bf16: [head_dim / 2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
     V part   bf16: [8 token pairs][head_dim][2 tokens]    f16, f32: [16 tokens][head_dim]
     summary  minmax: [max: head_dim][min: head_dim]       cuboid_mean: [centre: head_dim]
+             key_codes, whatever the dtype: [head_dim / 4][code_bits][16 tokens][4 dims] bits, [head_dim / 2] bytes with
+             the mean, [16 tokens] bytes, bf16 unit of these bytes, bf16 unit of the mean, zeros (kernels/key_codes)
 
 One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no sum across lanes. All
-elements, the summaries' too, are of the KV dtype. Only the summary of a full page holds anything.
+elements, those of bounds and centres too, are of the KV dtype. Only the summary of a full page holds anything.
 """
 
 from dataclasses import dataclass
@@ -19,8 +21,9 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, pack_codes
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
-from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS, SUMMARY_VECTORS
+from vllm_hybrid_sparse.values import CODE_BITS, MAX_HEAD_DIM, PAGE_TOKENS, SUMMARY_VECTORS, summary_bytes
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
@@ -34,13 +37,16 @@ class BlockLayout:
     dtype: str  # of K, V and summaries: bf16 | f16 | f32
     head_dim: int  # a multiple of 16, 16 to 512
     block_tokens: int  # tokens of vLLM's block; a multiple of 16
-    summary: str  # minmax | cuboid_mean
+    summary: str  # minmax | cuboid_mean | key_codes
+    code_bits: int = 2  # bits a dimension of key_codes
 
     def __post_init__(self) -> None:
         if self.dtype not in TORCH_DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(TORCH_DTYPES)}")
         if self.summary not in SUMMARY_VECTORS:
             raise ConfigError(f"summary={self.summary!r}: must be one of {', '.join(SUMMARY_VECTORS)}")
+        if self.code_bits not in CODE_BITS:
+            raise ConfigError(f"code_bits={self.code_bits}: must be 1 or 2")
         if self.head_dim % _HEAD_DIM_STEP or not _HEAD_DIM_STEP <= self.head_dim <= MAX_HEAD_DIM:
             raise ConfigError(
                 f"head_dim={self.head_dim}: must be a multiple of {_HEAD_DIM_STEP}, {_HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
@@ -73,7 +79,7 @@ class BlockLayout:
     @property
     def summary_bytes(self) -> int:
         """Bytes of the summary of one page."""
-        return SUMMARY_VECTORS[self.summary] * self.head_dim * self.element_bytes
+        return summary_bytes(self.summary, self.head_dim, self.element_bytes, self.code_bits)
 
     @property
     def head_block_bytes(self) -> int:
@@ -96,14 +102,19 @@ class BlockLayout:
             key_part = paged_key.transpose(2, 3)
             value_part = paged_value
         pages = torch.cat((key_part.flatten(2), value_part.flatten(2)), dim=2)
-        summaries = torch.stack([summarize_pages(head, self.summary) for head in key.unbind(1)])
+        if self.summary == "key_codes":
+            codes = [pack_codes(encode_keys(head, self.code_bits)) for head in key.unbind(1)]
+            summaries = torch.stack(codes).view(self.torch_dtype)
+        else:
+            summaries = torch.stack([summarize_pages(head, self.summary) for head in key.unbind(1)])
         return torch.cat((pages.flatten(), summaries.flatten()))
 
     def unpack(self, block: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """K, V and the summaries that a block holds.
 
         block     [any], num_kv_heads * head_block_bytes contiguous bytes of any dtype
-        returns   key, value [block_tokens, kv_heads, head_dim]; summaries [kv_heads, pages, vectors, head_dim]
+        returns   key, value [block_tokens, kv_heads, head_dim]; summaries [kv_heads, pages, vectors, head_dim], of key
+                  codes [kv_heads, pages, summary_bytes] uint8
         """
         elements = block.view(self.torch_dtype)
         pages_elements = num_kv_heads * self.pages_per_block * self.page_bytes // self.element_bytes
@@ -115,5 +126,9 @@ class BlockLayout:
             key = key_part.unflatten(-1, (-1, PAGE_TOKENS)).transpose(2, 3)
             value = value_part
         heads_shape = (num_kv_heads, self.block_tokens, self.head_dim)
-        summaries = elements[pages_elements:].view(num_kv_heads, self.pages_per_block, -1, self.head_dim)
+        rest = elements[pages_elements : num_kv_heads * self.head_block_bytes // self.element_bytes]
+        if self.summary == "key_codes":
+            summaries = rest.view(torch.uint8).view(num_kv_heads, self.pages_per_block, -1)
+        else:
+            summaries = rest.view(num_kv_heads, self.pages_per_block, -1, self.head_dim)
         return key.reshape(heads_shape).transpose(0, 1), value.reshape(heads_shape).transpose(0, 1), summaries

@@ -15,13 +15,16 @@ from vllm_hybrid_sparse.values import SelectionSpec
 Floats = NDArray[np.floating[Any]]
 
 
-def group_scores(page_scores: Floats) -> NDArray[np.float64]:
+def group_scores(page_scores: Floats, retained_lse: Floats | None = None) -> NDArray[np.float64]:
     """How much of its attention some query head of the group is estimated to give to each candidate page.
 
     The log of the largest estimated share among the heads: max over h of (s[h, p] - logsumexp over pages of s[h, .]).
     Heads are made comparable first, since a constant added to all scores of a head changes nothing of its attention.
+    Scores that estimate a page's weight (key codes) are set against the retained set's too: a head that finds its
+    weight there needs little of the candidates.
 
     page_scores    [group, candidates]  estimated attention scores, softmax scale applied; finite
+    retained_lse   [group]              log-sum-exp of the scores of the retained set; None: shares of the candidates
     returns        [candidates]         <= 0; of one head the order of its scores; empty for no candidates
     """
     scores = np.asarray(page_scores, dtype=np.float64)
@@ -29,6 +32,8 @@ def group_scores(page_scores: Floats) -> NDArray[np.float64]:
         return np.empty(0)
     peak = scores.max(axis=1, keepdims=True)
     log_mass = peak + np.log(np.exp(scores - peak).sum(axis=1, keepdims=True))
+    if retained_lse is not None:
+        log_mass = np.logaddexp(log_mass, np.asarray(retained_lse, dtype=np.float64)[:, None])
     best: NDArray[np.float64] = (scores - log_mass).max(axis=0)
     return best
 
@@ -53,8 +58,8 @@ class Selector(Protocol):
     def spec(self) -> SelectionSpec:
         """The same policy as the kernels take it."""
 
-    def order(self, page_scores: Floats) -> NDArray[np.int64]:
-        """The pages that may be read, in the order of reading; page_scores is [group, candidates]."""
+    def order(self, page_scores: Floats, retained_lse: Floats | None = None) -> NDArray[np.int64]:
+        """The pages that may be read, in the order of reading; the arguments are those of `group_scores`."""
 
     def is_done(self, mass: Floats) -> bool:
         """Whether to stop after a microbatch; mass is [group], each head's estimated share read so far (P_acc)."""
@@ -66,15 +71,16 @@ class SpecSelector:
 
     dense        every page, by page
     topk         the best `budget_pages` pages by group score (Quest, ArkVale)
-    progressive  the best pages by group score, until P_acc > ε for every query head of the group (PSA, Algorithm 1)
+    progressive  the best pages by group score, until P_acc > ε for every query head of the group (PSA, Algorithm 1, or
+                 with the remainder that the key codes estimate)
     """
 
     spec: SelectionSpec
 
-    def order(self, page_scores: Floats) -> NDArray[np.int64]:
+    def order(self, page_scores: Floats, retained_lse: Floats | None = None) -> NDArray[np.int64]:
         """Ranked or by page, cut to the budget."""
         num_candidates = page_scores.shape[1]
-        pages = rank_pages(group_scores(page_scores)) if self.spec.ranked else np.arange(num_candidates)
+        pages = rank_pages(group_scores(page_scores, retained_lse)) if self.spec.ranked else np.arange(num_candidates)
         return pages[: self.spec.budget_pages(num_candidates)]
 
     def is_done(self, mass: Floats) -> bool:

@@ -54,6 +54,7 @@ class HostRuntime:
                 block_tokens=block_tokens,
                 scale=scale,
                 summary=self.settings.summary,
+                code_bits=self.settings.code_bits or 2,
                 isa=self.settings.isa,
                 pool=self.pool,
             )

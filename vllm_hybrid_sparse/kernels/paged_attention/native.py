@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.values import MAX_HEAD_DIM, SUMMARY_VECTORS, RetainedSet, SelectionSpec
+from vllm_hybrid_sparse.values import CODE_BITS, MAX_HEAD_DIM, SUMMARY_VECTORS, RetainedSet, SelectionSpec
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
@@ -106,6 +106,7 @@ def native_selection(selection: SelectionSpec, retained: RetainedSet) -> _native
         max_pages=selection.max_pages or 0,
         threshold=selection.threshold,
         microbatch_pages=selection.microbatch_pages,
+        estimated_remainder=selection.estimated_remainder,
         sink_tokens=retained.sink_tokens,
         window_tokens=retained.window_tokens,
     )
@@ -124,6 +125,7 @@ class NativeAttention:
         block_tokens: int,
         scale: float,
         summary: str = "minmax",
+        code_bits: int = 2,
         isa: str = "auto",
         num_threads: int = 1,
         pool: _native.ThreadPool | None = None,
@@ -138,6 +140,8 @@ class NativeAttention:
             raise KernelError(f"block_tokens={block_tokens}: must be a multiple of 16")
         if summary not in SUMMARY_VECTORS:
             raise KernelError(f"summary={summary!r}: must be one of {', '.join(SUMMARY_VECTORS)}")
+        if code_bits not in CODE_BITS:
+            raise KernelError(f"code_bits={code_bits}: must be 1 or 2")
         names = supported_isas()
         if isa not in ("auto", *names):
             raise KernelError(f"isa={isa!r}: must be auto or one that this machine runs: {', '.join(names)}")
@@ -147,8 +151,13 @@ class NativeAttention:
         self.head_dim = head_dim
         self.pool = pool or make_thread_pool(num_threads)
         self.layout = _native.Layout(
-            getattr(_native.DType, DTYPE_NAMES[dtype]), head_dim, block_tokens, getattr(_native.Summary, summary)
+            getattr(_native.DType, DTYPE_NAMES[dtype]),
+            head_dim,
+            block_tokens,
+            getattr(_native.Summary, summary),
+            code_bits,
         )
+        self._summary = summary
         self._engine = _native.Engine(self.layout, num_q_heads, num_kv_heads, scale, isa, self.pool)
         self.isa: str = self._engine.isa
         self._block_bytes = num_kv_heads * self.layout.head_block_bytes
@@ -174,6 +183,8 @@ class NativeAttention:
         """
         if isinstance(selection, SelectionSpec):
             selection = native_selection(selection, retained or RetainedSet())
+        if selection.estimated_remainder and self._summary != "key_codes":
+            raise KernelError(f"estimated_remainder: needs summary key_codes, not {self._summary}")
         tokens = batch.num_tokens
         self._check_rows("query", query, self.num_q_heads, tokens)
         self._check_rows("output", output, self.num_q_heads, tokens)

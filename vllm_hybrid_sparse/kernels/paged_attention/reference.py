@@ -29,6 +29,7 @@ def paged_attention(
     retained: RetainedSet,
     scale: float,
     summary: str,
+    code_bits: int = 2,
 ) -> BatchResult:
     """Attend with the latest tokens of every request to all tokens of the same request up to their own.
 
@@ -50,7 +51,14 @@ def paged_attention(
             heads = rows[0].reshape(key.shape[1], -1, query.shape[-1])
             results = [
                 progressive_attention(
-                    heads[h], key[:, h], value[:, h], selector=selector, retained=retained, scale=scale, summary=summary
+                    heads[h],
+                    key[:, h],
+                    value[:, h],
+                    selector=selector,
+                    retained=retained,
+                    scale=scale,
+                    summary=summary,
+                    code_bits=code_bits,
                 )
                 for h in kv_heads
             ]

@@ -1,11 +1,14 @@
-"""PSA's Algorithm 1, literal and slow."""
+"""PSA's Algorithm 1, and the same with an estimated remainder, literal and slow."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_weights
 from vllm_hybrid_sparse.kernels.merge.reference import merge_states
 from vllm_hybrid_sparse.kernels.score.reference import score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
@@ -32,6 +35,7 @@ def progressive_attention(
     retained: RetainedSet,
     scale: float,
     summary: str,
+    code_bits: int = 2,
 ) -> ProgressiveResult:
     """Decode one group of query heads of one request, its candidate pages in the selector's order (PSA, section 3.2).
 
@@ -42,6 +46,8 @@ def progressive_attention(
     - AS is kept as its logarithm.
     AS_min starts at the largest value, so at least one microbatch is read whatever the threshold.
 
+    Where the selector asks for an estimated remainder, `estimated_reading` says when to stop.
+
     query        [group, head_dim]     bf16 | f16 | f32
     key, value   [seq_len, head_dim]   same dtype, the current token included
     scale        factor of the scores
@@ -51,8 +57,16 @@ def progressive_attention(
     log_as_min = torch.full_like(log_as_acc, torch.inf)
 
     candidates = key[first_page * PAGE_TOKENS : end_page * PAGE_TOKENS]
-    scores = score_pages(query, summarize_pages(candidates, summary), scale, summary)
-    order = [first_page + int(index) for index in selector.order(scores.numpy())]
+    if summary == "key_codes":
+        scores = estimate_weights(query, encode_keys(candidates, code_bits), scale)
+        ranking = selector.order(scores.numpy(), log_as_acc.numpy())
+    else:
+        scores = score_pages(query, summarize_pages(candidates, summary), scale, summary)
+        ranking = selector.order(scores.numpy())
+    order = [first_page + int(index) for index in ranking]
+    if selector.spec.estimated_remainder and order:
+        attend = partial(attend_pages, query, key, value, scale=scale)
+        return estimated_reading(attend, out, log_as_acc, order, scores, selector)
 
     num_left = end_page - first_page
     pages: list[int] = []
@@ -70,3 +84,49 @@ def progressive_attention(
         if selector.is_done(mass[-1].numpy()):
             break
     return ProgressiveResult(out, log_as_acc, pages, mass)
+
+
+def estimated_reading(
+    attend: Callable[[list[int]], tuple[Tensor, Tensor]],
+    out: Tensor,
+    log_read: Tensor,
+    order: list[int],
+    log_weights: Tensor,
+    selector: Selector,
+) -> ProgressiveResult:
+    """Read candidate pages until what is unread is estimated to be little enough.
+
+    P_acc is the weight read, which is exact, over itself plus the estimates of all unread pages. A round takes the next
+    pages in order, whole microbatches of them, until P_acc would do if they weighed what they are estimated to; then
+    they are read, and P_acc is looked at. With the retained set enough, no page is read.
+
+    attend        pages -> (out, lse) of these pages
+    out, log_read [group, head_dim], [group] f64   of the retained set
+    order         the candidate pages that may be read
+    log_weights   [group, candidates] f64          of all candidates, which are the pages in order
+    """
+    assert len(order) == log_weights.shape[1], "a budget and an estimated remainder do not go together"
+    first_page = min(order)
+    weights = {page: log_weights[:, page - first_page] for page in order}
+    pages: list[int] = []
+    mass: list[Tensor] = []
+
+    def kept(log_taken: Tensor, unread: list[int]) -> Tensor:
+        if not unread:
+            return torch.ones_like(log_taken)
+        log_rest = torch.stack([weights[page] for page in unread]).logsumexp(dim=0)
+        return torch.exp(log_taken - torch.logaddexp(log_taken, log_rest))
+
+    unread = list(order)
+    while unread and not selector.is_done(kept(log_read, unread).numpy()):
+        count, log_expected = 0, log_read
+        while count < len(unread) and (count == 0 or not selector.is_done(kept(log_expected, unread[count:]).numpy())):
+            step = unread[count : count + selector.spec.microbatch_pages]
+            log_expected = torch.stack([log_expected, *(weights[page] for page in step)]).logsumexp(dim=0)
+            count += len(step)
+        taken, unread = unread[:count], unread[count:]
+        part_out, part_lse = attend(taken)
+        out, log_read = merge_states(out, log_read, part_out, part_lse)
+        pages += taken
+        mass.append(kept(log_read, unread))
+    return ProgressiveResult(out, log_read, pages, mass)

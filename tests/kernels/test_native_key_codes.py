@@ -1,0 +1,105 @@
+"""The CPU kernel keeps and uses key codes as the reference says."""
+
+import pytest
+import torch
+
+from tests.kernels.served_layer import ServedLayer, Shape
+from tests.kernels.step_checks import check_step
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, pack_codes
+from vllm_hybrid_sparse.kernels.paged_attention.native import supported_isas
+from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
+
+RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
+ESTIMATED = SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=2, estimated_remainder=True)
+TOPK = SelectionSpec(ranked=True, max_pages=5)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize("code_bits", [1, 2])
+def test_stored_codes_are_the_reference_s(isa: str, dtype: torch.dtype, head_dim: int, code_bits: int) -> None:
+    shape = Shape(isa=isa, dtype=dtype, head_dim=head_dim, summary="key_codes", code_bits=code_bits)
+    layer = ServedLayer(shape, num_blocks=6)
+    request = layer.start()
+    for count in (70, 1, 1, 13, 11):  # pages filled at once, and token by token
+        layer.step([(request, count)], key_offset=0.5)
+    differing = total = 0
+    for index, block in enumerate(request.blocks):
+        _, _, stored = shape.layout.unpack(layer.kv_cache[block], shape.num_kv_heads)
+        full_pages = min(shape.layout.pages_per_block, len(request.key) // 16 - index * shape.layout.pages_per_block)
+        keys = request.key[index * shape.block_tokens :][: 16 * full_pages]
+        for head in range(shape.num_kv_heads):
+            expected = pack_codes(encode_keys(keys[:, head], code_bits))
+            differing += int((stored[head, :full_pages] != expected).sum())
+            total += expected.numel()
+    assert differing <= 0.002 * total  # a float32 sum on the edge of two codes
+
+
+def decode_steps(shape: Shape, selection: SelectionSpec, *, sharpness: float, steps: int = 6) -> list[str]:
+    """Decode some steps of two requests, each checked; returns the rows whose plans were within rounding of another."""
+    layer = ServedLayer(shape, num_blocks=1100 // shape.block_tokens + 4)
+    rows = [(layer.start(), length) for length in (700, 330)]
+    layer.step(rows)
+    excuses = []
+    for _ in range(steps):
+        step = layer.step(
+            [(request, 1) for request, _ in rows], selection=selection, retained=RETAINED, sharpness=sharpness
+        )
+        excuses += check_step(layer, step)
+    return excuses
+
+
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("selection", [ESTIMATED, TOPK], ids=["estimated", "topk"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("code_bits", [1, 2])
+def test_pages_read_are_the_reference_s(
+    isa: str, selection: SelectionSpec, dtype: torch.dtype, group: int, code_bits: int
+) -> None:
+    shape = Shape(isa=isa, dtype=dtype, num_q_heads=2 * group, summary="key_codes", code_bits=code_bits)
+    assert len(decode_steps(shape, selection, sharpness=2.0)) <= 4  # of 24 rows
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 128])
+@pytest.mark.parametrize("block_tokens", [16, 128])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_shapes_and_threads(head_dim: int, block_tokens: int, num_threads: int) -> None:
+    shape = Shape(
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        num_threads=num_threads,
+        num_q_heads=6,
+        summary="key_codes",
+        scale=head_dim**-0.5,
+    )
+    assert len(decode_steps(shape, ESTIMATED, sharpness=2.0)) <= 4
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.99, 1.0])
+@pytest.mark.parametrize("sharpness", [0.2, 6.0], ids=["flat", "peaky"])
+@pytest.mark.parametrize("microbatch_pages", [1, 16])
+def test_thresholds(threshold: float, sharpness: float, microbatch_pages: int) -> None:
+    selection = SelectionSpec(
+        ranked=True, threshold=threshold, microbatch_pages=microbatch_pages, estimated_remainder=True
+    )
+    assert len(decode_steps(Shape(summary="key_codes"), selection, sharpness=sharpness)) <= 4
+
+
+def test_a_retained_set_that_is_enough_reads_nothing_else() -> None:
+    layer = ServedLayer(Shape(summary="key_codes", num_q_heads=2), num_blocks=30)
+    request = layer.start()
+    layer.step([(request, 600)])
+    wide = RetainedSet(sink_tokens=0, window_tokens=560)
+    selection = SelectionSpec(ranked=True, threshold=0.5, estimated_remainder=True)
+    check_step(layer, layer.step([(request, 1)], selection=selection, retained=wide, sharpness=0.1))
+    assert layer.attention.last_plan(0, 0) == []
+
+
+def test_an_estimated_remainder_needs_key_codes() -> None:
+    layer = ServedLayer(Shape(summary="minmax"), num_blocks=4)
+    with pytest.raises(KernelError, match="needs summary key_codes"):
+        layer.step([(layer.start(), 40)], selection=ESTIMATED)

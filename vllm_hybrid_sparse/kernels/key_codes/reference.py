@@ -1,0 +1,116 @@
+"""Key codes in plain torch.
+
+RaBitQ (Gao and Long, 2024) and its extension to several bits, taken to the pages of a KV cache: keys are rotated, less
+their page's mean, and kept as the signs of their elements and, with two bits, whether these are long. A factor for each
+key makes the estimate of its inner product with any query unbiased over the rotations.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+MEAN_LEVELS = 15
+_MASK64 = 2**64 - 1
+
+
+class KeyCodes(NamedTuple):
+    """What is kept of the pages of one KV head."""
+
+    codes: Tensor  # [pages, 16, head_dim] uint8, 0 to 2^bits - 1: the element is 2 code - (2^bits - 1)
+    factors: Tensor  # [pages, 16] uint8
+    factor_unit: Tensor  # [pages] bf16
+    mean: Tensor  # [pages, head_dim] uint8, 0 to 15: the element is 2 level - 15
+    mean_unit: Tensor  # [pages] bf16
+    bits: int
+
+
+def rotation(head_dim: int) -> Tensor:
+    """The orthogonal matrix R of the rotation, R x being the rotated x; [head_dim, head_dim] f64.
+
+    Fixed random signs, then a Hadamard transform of each piece, the largest powers of two that head_dim splits into.
+    """
+    signs = torch.tensor([-1.0 if _splitmix64(d) >> 63 else 1.0 for d in range(head_dim)], dtype=torch.float64)
+    matrix = torch.zeros(head_dim, head_dim, dtype=torch.float64)
+    begin = 0
+    while begin < head_dim:
+        size = 1 << ((head_dim - begin).bit_length() - 1)
+        piece = torch.ones(1, 1, dtype=torch.float64)
+        while len(piece) < size:
+            piece = torch.cat((torch.cat((piece, piece), 1), torch.cat((piece, -piece), 1)), 0)
+        matrix[begin : begin + size, begin : begin + size] = piece / size**0.5
+        begin += size
+    return matrix * signs
+
+
+def _splitmix64(index: int) -> int:
+    x = (index + 1) * 0x9E3779B97F4A7C15 & _MASK64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
+    return x ^ x >> 31
+
+
+def encode_keys(keys: Tensor, bits: int) -> KeyCodes:
+    """Encode full pages of keys.
+
+    keys   [tokens, head_dim]   bf16 | f16 | f32; tokens a multiple of 16
+    bits   a dimension: 1 keeps the sign of an element; 2 also whether it is as long as the root mean square of the
+           key's elements or longer, and then it counts three times
+    """
+    rotated = keys.double() @ rotation(keys.shape[-1]).T
+    pages = rotated.reshape(-1, PAGE_TOKENS, keys.shape[-1])
+    exact_mean = pages.mean(dim=1)
+    mean_unit = (exact_mean.abs().amax(dim=1) / MEAN_LEVELS).bfloat16()
+    unit = mean_unit.double()[:, None]
+    levels = torch.where(unit > 0, (exact_mean / unit + MEAN_LEVELS) / 2, 0).round().clamp(0, MEAN_LEVELS)
+    residual = pages - (unit * (2 * levels - MEAN_LEVELS))[:, None]
+    positive = residual >= 0
+    if bits == 1:
+        codes = positive.to(torch.uint8)
+    else:
+        far = residual.square() >= residual.square().mean(dim=-1, keepdim=True)
+        codes = torch.where(positive, 2 + far.to(torch.uint8), 1 - far.to(torch.uint8)).to(torch.uint8)
+    elements = 2.0 * codes.double() - (2**bits - 1)
+    products = (residual * elements).sum(dim=-1)
+    exact_factors = torch.where(products > 0, residual.square().sum(dim=-1) / products, 0.0)
+    factor_unit = (exact_factors.amax(dim=1) / 255).bfloat16()
+    unit = factor_unit.double()[:, None]
+    factors = torch.where(unit > 0, exact_factors / unit, 0.0).round().clamp(0, 255).to(torch.uint8)
+    return KeyCodes(codes, factors, factor_unit, levels.to(torch.uint8), mean_unit, bits)
+
+
+def estimate_scores(query: Tensor, codes: KeyCodes, scale: float) -> Tensor:
+    """Estimate the attention score of every encoded key to each query head of a group.
+
+    The query is rotated and its elements rounded to 8 bits, the largest to 127.
+
+    query     [group, head_dim]   bf16 | f16 | f32
+    returns   [group, pages, 16]  f64, softmax scale applied
+    """
+    rotated = query.double() @ rotation(query.shape[-1]).T
+    unit = rotated.abs().amax(dim=1, keepdim=True) / 127
+    rounded = torch.where(unit > 0, (rotated / unit).round(), 0.0) * unit
+    mean = codes.mean_unit.double()[:, None] * (2 * codes.mean.double() - MEAN_LEVELS)
+    elements = 2 * codes.codes.double() - (2**codes.bits - 1)
+    factors = codes.factor_unit.double()[:, None] * codes.factors.double()
+    products = torch.einsum("gd,ptd->gpt", rounded, elements) * factors
+    return scale * (torch.einsum("gd,pd->gp", rounded, mean)[:, :, None] + products)
+
+
+def estimate_weights(query: Tensor, codes: KeyCodes, scale: float) -> Tensor:
+    """Estimate what each page weighs: the logarithm of the sum of exp(score) over its keys; [group, pages] f64."""
+    return estimate_scores(query, codes, scale).logsumexp(dim=-1)
+
+
+def pack_codes(codes: KeyCodes) -> Tensor:
+    """The bytes of each page's summary as they lie in memory (`memory/layout.py`); [pages, summary_bytes] uint8."""
+    pages, _, head_dim = codes.codes.shape
+    groups = codes.codes.reshape(pages, PAGE_TOKENS, head_dim // 4, 4).transpose(1, 2)
+    planes = torch.stack([groups >> bit & 1 for bit in range(codes.bits)], dim=2).reshape(pages, -1, 8)
+    code_bytes = (planes.to(torch.int32) << torch.arange(8, dtype=torch.int32)).sum(dim=-1).to(torch.uint8)
+    low, high = codes.mean.reshape(pages, -1, 2).unbind(dim=-1)
+    units = torch.stack((codes.factor_unit, codes.mean_unit), dim=1).view(torch.uint8)
+    parts = torch.cat((code_bytes, low | high << 4, codes.factors, units), dim=1)
+    return torch.nn.functional.pad(parts, (0, -parts.shape[1] % 16))
