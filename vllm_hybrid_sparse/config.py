@@ -86,8 +86,8 @@ class HybridSparseConfig:
             default="auto",
             values=f"one of {', '.join(REMAINDERS)}",
             allows=REMAINDERS.__contains__,
-            meaning="what the unread pages are taken to weigh: what their key codes say, or each as much as the lightest "
-            "page read (PSA); auto estimates where the summary is key_codes",
+            meaning="what the unread pages are taken to weigh: what their key codes say, or each as much as the "
+            "lightest page read (PSA); auto estimates where the summary is key_codes",
             policies=("progressive",),
         )
     )
@@ -117,7 +117,7 @@ class HybridSparseConfig:
     summary: str = _choice(
         "key_codes",
         SUMMARIES,
-        "what is kept of a page to estimate its score: bits of each key (RaBitQ), ArkVale's cuboid centre or Quest's bounds",
+        "what is kept of a page to estimate its score: bits of its keys (RaBitQ), ArkVale's centre, Quest's bounds",
     )
     code_bits: int | None = _setting(
         _Setting(

@@ -97,11 +97,17 @@ def near_tie(pages: list[int], result: ProgressiveResult, scores: dict[int, floa
         return ""
     if len(pages) == len(result.pages):
         return f"these tie: {pairs}"
+    return near_threshold(pages, result, step)
+
+
+def near_threshold(pages: list[int], result: ProgressiveResult, step: Step) -> str:
+    """Why reading may stop sooner or later than the reference, or nothing."""
+    microbatch_pages = step.selection.microbatch_pages
     if step.selection.estimated_remainder:
         # What is expected of the unread decides too: the same order, cut a microbatch earlier or later.
         further = abs(len(pages) - len(result.pages))
-        return "P_acc is near the threshold" if further <= step.selection.microbatch_pages else ""
-    decided = min(len(pages), len(result.pages)) // step.selection.microbatch_pages - 1
+        return "P_acc is near the threshold" if further <= microbatch_pages else ""
+    decided = min(len(pages), len(result.pages)) // microbatch_pages - 1
     if 0 <= decided < len(result.mass) and abs(result.mass[decided].min() - step.selection.threshold) < THRESHOLD_TIE:
         return f"P_acc is on the threshold after microbatch {decided}"
     return ""
