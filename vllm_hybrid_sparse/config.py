@@ -57,7 +57,7 @@ class HybridSparseConfig:
     """
 
     policy: str = _choice(
-        "dense", POLICIES, "which candidate pages a decode step reads: all, the best few, or enough of them"
+        "progressive", POLICIES, "which candidate pages a decode step reads: all, the best few, or enough of them"
     )
     threshold: float | None = _setting(
         _Setting(

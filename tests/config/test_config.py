@@ -23,10 +23,11 @@ def refusal_of(mapping: Any) -> str:
     return str(caught.value)
 
 
-def test_nothing_given_is_dense_with_the_documented_defaults() -> None:
+def test_nothing_given_is_progressive_with_the_documented_defaults() -> None:
     assert HybridSparseConfig.from_mapping({}) == HybridSparseConfig()
     assert HybridSparseConfig().describe() == (
-        "policy=dense summary=key_codes code_bits=2 sink_tokens=64 window_tokens=256 "
+        "policy=progressive threshold=0.95 microbatch_pages=16 remainder=estimated summary=key_codes code_bits=2 "
+        "sink_tokens=64 window_tokens=256 "
         "isa=auto num_threads=0 thread_pool=auto log_interval_s=10.0"
     )
 
@@ -38,7 +39,6 @@ def test_nothing_given_is_dense_with_the_documented_defaults() -> None:
         ({"policy": "topk"}, SelectionSpec(ranked=True, budget_ratio=0.05)),
         ({"policy": "topk", "topk_ratio": 0.2}, SelectionSpec(ranked=True, budget_ratio=0.2)),
         ({"policy": "topk", "topk_pages": 12}, SelectionSpec(ranked=True, max_pages=12)),
-        ({}, SelectionSpec()),
         (
             {"policy": "progressive"},
             SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=16, estimated_remainder=True),

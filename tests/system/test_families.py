@@ -19,6 +19,8 @@ LENGTHS = (1, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 200, 255, 257, 319, 32
 EXACT_SETTINGS: dict[str, dict[str, Any]] = {
     "dense": {"policy": "dense"},
     "progressive": {"policy": "progressive", "threshold": 1.0},
+    "topk-everything": {"policy": "topk", "topk_ratio": 1.0},
+    "psa": {"policy": "progressive", "threshold": 1.0, "summary": "minmax"},
 }
 
 

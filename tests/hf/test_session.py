@@ -1,0 +1,88 @@
+"""Transformers models answer as before where our attention is exact, and read less where it is not."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
+
+PROMPT_TOKENS, NEW_TOKENS = 700, 8
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=96,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def tiny_gpt2() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=128, n_positions=1024, n_embd=64, n_layer=2, n_head=4, initializer_range=0.2)
+    return GPT2LMHeadModel(config).eval()
+
+
+def prompt(seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 128, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def answer(model: PreTrainedModel, ids: torch.Tensor) -> list[int]:
+    generated = model.generate(
+        ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+    )
+    return generated[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize(
+    "settings", [{"policy": "dense"}, {"policy": "progressive", "threshold": 1}], ids=["dense", "progressive"]
+)
+def test_exact_policies_answer_as_before(make: type[PreTrainedModel], settings: dict[str, object]) -> None:
+    model = make()
+    before = [answer(model, prompt(seed)) for seed in (1, 2)]
+    with SparseSession(model, HybridSparseConfig.from_mapping(settings), max_tokens=1024):
+        assert [answer(model, prompt(seed)) for seed in (1, 2)] == before
+    assert answer(model, prompt()) == before[0]  # and after it
+
+
+def test_a_threshold_reads_less_and_says_what() -> None:
+    model, seen = tiny_llama(torch.bfloat16), list[DecodeStep]()
+    settings = HybridSparseConfig(policy="topk", topk_pages=3)
+    with SparseSession(model, settings, max_tokens=1024, watch=seen.append) as session:
+        answer(model, prompt())
+        stats = session.runtime.take_stats()
+    assert len(seen) == 3 * (NEW_TOKENS - 1)  # the first token comes from the prefill
+    assert all(len(plan) == 3 for step in seen for plan in step.plans)
+    assert seen[0].query.shape == (6, 16)
+    assert seen[0].keys.shape == (2, PROMPT_TOKENS + 1, 16)
+    assert 0 < stats.pages_read < stats.pages_total
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    model = tiny_llama()
+    with pytest.raises(ConfigError, match="max_tokens=0"):
+        SparseSession(model, HybridSparseConfig(), max_tokens=0)
+    with SparseSession(model, HybridSparseConfig(), max_tokens=512):
+        with pytest.raises(ConfigError, match="batch of 2"):
+            model(prompt().repeat(2, 1))
+        with pytest.raises(ConfigError, match=f"max_tokens=512: the sequence has {PROMPT_TOKENS}"):
+            model(prompt())
+        with (
+            pytest.raises(ConfigError, match="one at a time"),
+            SparseSession(model, HybridSparseConfig(), max_tokens=1),
+        ):
+            pass
+    model.set_attn_implementation("hybrid_sparse")
+    with pytest.raises(ConfigError, match="enter a SparseSession"):
+        model(prompt())

@@ -1,0 +1,180 @@
+"""A registered attention implementation for Transformers models that runs the shipped kernels.
+
+    from vllm_hybrid_sparse.hf import SparseSession
+
+    with SparseSession(model, HybridSparseConfig(policy="progressive"), max_tokens=8192):
+        model.generate(**inputs)
+
+One sequence at a time, on the CPU. Prefill is exact, single tokens are decoded as the policy says.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.errors import ConfigError, KernelError
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
+from vllm_hybrid_sparse.runtime.host import HostRuntime
+
+IMPLEMENTATION = "hybrid_sparse"
+_BLOCK_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One layer's decode row, for those who watch."""
+
+    layer: int
+    query: Tensor  # [q_heads, head_dim], of the KV dtype, rotary embedding applied
+    keys: Tensor  # [kv_heads, tokens, head_dim], the current token included
+    values: Tensor  # likewise
+    scale: float
+    plans: list[list[int]]  # [kv_heads] candidate pages read, in the order of reading
+
+
+@dataclass(slots=True)
+class _Layer:
+    """What a layer has stored of the sequence."""
+
+    attention: NativeAttention
+    kv_cache: Tensor  # [blocks, kv_heads * head_block_bytes] uint8
+    tokens: int = 0
+
+
+class SparseSession:
+    """While entered, the model's attention is ours. A prefill begins a new sequence.
+
+    max_tokens   the longest sequence; its memory is taken layer by layer at the first call
+    watch        called after every decode row of every layer
+
+    Raises ConfigError for what the kernels cannot serve: batches of more than one sequence, another device than the
+    CPU, sliding-window layers, a sequence beyond max_tokens.
+    """
+
+    _current: "SparseSession | None" = None
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: HybridSparseConfig,
+        *,
+        max_tokens: int,
+        watch: Callable[[DecodeStep], None] | None = None,
+    ) -> None:
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens={max_tokens}: must be at least 1")
+        if model.device.type != "cpu":
+            raise ConfigError(f"device={model.device}: must be cpu")
+        self.runtime = HostRuntime(settings)
+        self._model = model
+        self._blocks = math.ceil(max_tokens / _BLOCK_TOKENS)
+        self._max_tokens = max_tokens
+        self._watch = watch
+        self._layers: dict[int, _Layer] = {}
+        self._block_table = torch.arange(self._blocks, dtype=torch.int32)[None]
+        self._before = ""
+
+    def __enter__(self) -> Self:
+        if SparseSession._current is not None:
+            raise ConfigError("SparseSession: another one is entered; one at a time")
+        self._before = self._model.config._attn_implementation
+        AttentionInterface.register(IMPLEMENTATION, _attend)
+        AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+        self._model.set_attn_implementation(IMPLEMENTATION)
+        SparseSession._current = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        SparseSession._current = None
+        self._model.set_attn_implementation(self._before)
+
+    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Append what is new of one layer's keys and values, and attend.
+
+        query        [q_heads, new tokens, head_dim]
+        key, value   [kv_heads, tokens, head_dim]   of the whole sequence
+        returns      [new tokens, q_heads, head_dim]
+        """
+        new, total = query.shape[1], key.shape[1]
+        if total > self._max_tokens:
+            raise ConfigError(f"max_tokens={self._max_tokens}: the sequence has {total} tokens")
+        layer = self._layer(index, query, key, scale)
+        if total == new:
+            layer.tokens = 0
+        if layer.tokens != total - new:
+            raise KernelError(
+                f"layer {index}: {new} tokens follow {total - new}, but {layer.tokens} are stored; begin with a prefill"
+            )
+        new_key, new_value = (part[:, total - new :].transpose(0, 1).contiguous() for part in (key, value))
+        output = torch.empty(new, query.shape[0], query.shape[2], dtype=query.dtype)
+        batch = NativeBatch.from_tensors(
+            torch.tensor([0, new], dtype=torch.int32),
+            torch.tensor([total], dtype=torch.int32),
+            self._block_table,
+            torch.arange(total - new, total),
+            torch.tensor([new == 1]),
+        )
+        layer.attention.forward(
+            query.transpose(0, 1).contiguous(),
+            new_key,
+            new_value,
+            layer.kv_cache,
+            batch,
+            self.runtime.selection,
+            None,
+            output,
+        )
+        layer.tokens = total
+        if self._watch and new == 1:
+            plans = [layer.attention.last_plan(0, head) for head in range(key.shape[0])]
+            self._watch(DecodeStep(index, query[:, 0], key, value, scale, plans))
+        return output
+
+    def _layer(self, index: int, query: Tensor, key: Tensor, scale: float) -> _Layer:
+        if index not in self._layers:
+            attention = self.runtime.attention(
+                dtype=query.dtype,
+                num_q_heads=query.shape[0],
+                num_kv_heads=key.shape[0],
+                head_dim=query.shape[2],
+                block_tokens=_BLOCK_TOKENS,
+                scale=scale,
+            )
+            block_bytes = key.shape[0] * attention.layout.head_block_bytes
+            self._layers[index] = _Layer(attention, torch.empty(self._blocks, block_bytes, dtype=torch.uint8))
+        return self._layers[index]
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    scaling: float | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """Attention as Transformers calls it: [batch, heads, tokens, head_dim], the query's tokens the new ones."""
+    session = SparseSession._current
+    if session is None:
+        raise ConfigError(f"attn_implementation={IMPLEMENTATION}: enter a SparseSession first")
+    if query.shape[0] != 1:
+        raise ConfigError(f"batch of {query.shape[0]}: one sequence at a time")
+    if extra.get("sliding_window"):
+        raise ConfigError(f"sliding_window={extra['sliding_window']}: must be none")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    output = session.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
+    return output[None], None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """No mask is built: one unpadded sequence is causal."""
