@@ -2,9 +2,9 @@
 
     python -m benchmarks.accuracy.perplexity --text PATH [--model PATH] [--windows 8] [--selections full,codes2-5%]
 
-The shipped kernels run inside Transformers (`vllm_hybrid_sparse.hf`), in float32. Each window is prefilled densely, then
-its last tokens are decoded one by one, the true one fed whatever the model says. With `--out FILE` what it holds already
-is kept and only the rest is run.
+The shipped kernels run inside Transformers (`vllm_hybrid_sparse.hf`), in float32. Each window is prefilled densely,
+then its last tokens are decoded one by one, the true one fed whatever the model says. With `--out FILE` what it holds
+already is kept and only the rest is run.
 """
 
 import argparse
