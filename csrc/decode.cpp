@@ -1,6 +1,5 @@
 // The decode rows of a layer call: retained set and selected pages, per request and KV head.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -11,11 +10,7 @@ namespace hybrid_sparse {
 namespace {
 
 constexpr int kSpansPerThread = 3;   // parts a call's reading is cut into: enough to even out, few enough to merge
-constexpr int kMinSpanPages = 16;
-constexpr int kMinScoreSpan = 128;   // summaries a task scores at least
-
-// Counts one task down; true for the one that was last. What the others wrote is visible to it.
-bool was_last(int& pending) { return std::atomic_ref<int>(pending).fetch_sub(1, std::memory_order_acq_rel) == 1; }
+constexpr int kMinScoreSpan = 64;    // pages whose summaries a task scores at least
 
 }  // namespace
 
@@ -72,6 +67,7 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
       item.left = candidates;
       item.wasted = 0;
       item.round_first = 0;
+      item.microbatches = 0;
       item.kept = 1.0f;
       item.states = 0;
       if (ranked) scores += int64_t{group + 1} * candidates;
@@ -150,9 +146,10 @@ void Engine::score_span(const LayerCall& call, const Batch& batch, const Span& s
 }
 
 void Engine::rank(const Selection& selection) {
-  bool any = false;
-  for (int i = 0; i < item_count_; ++i) any |= items_[i].ranked;
-  if (!any) return;
+  int ranked = 0;
+  for (int i = 0; i < item_count_; ++i) ranked += items_[i].ranked;
+  if (ranked == 0) return;
+  share_round(ranked, selection);
   pool_.for_each(item_count_, [&](int i) {
     if (items_[i].ranked) rank_item(items_[i], i, selection);
   });
@@ -182,10 +179,9 @@ void Engine::rank_item(Item& item, int index, const Selection& selection) {
     return;
   }
   item.rank.build(kernels_, grouped, candidates, item.candidate_begin);
-  if (selection.estimated_remainder) {
-    verify(item, index, selection, 0);  // the retained set may be enough
-    if (item.open) take_next(item, index, selection, 1);
-  }
+  item.lse_min.assign(group, std::numeric_limits<float>::infinity());
+  if (selection.estimated_remainder) verify(item, index, selection, 0);  // the retained set may be enough
+  if (item.open) take_next(item, index, selection);
 }
 
 // Items whose pages are known before any is read: dense and fixed budgets.
@@ -215,7 +211,7 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
       spans_.push_back({i, item.ranked ? item.order.data() + begin : nullptr, begin, end - begin, states++});
     }
   }
-  run_spans(call, batch, true);
+  run_spans(call, batch, [&](int index) { finish_item(call, items_[index], index); });
 }
 
 void Engine::reserve_states(int count) {
@@ -225,18 +221,6 @@ void Engine::reserve_states(int count) {
 
 float Engine::lse(const float* of_state, int row) const {
   return of_state[row] + std::log(of_state[geometry_.group() + row]);
-}
-
-// Attends every span; with `finish`, the task that attends the last span of an item that needs no more stores its rows.
-void Engine::run_spans(const LayerCall& call, const Batch& batch, bool finish) {
-  int states = 0;
-  for (const Span& span : spans_) states = std::max(states, span.state + 1);
-  reserve_states(states);
-  pool_.for_each(static_cast<int>(spans_.size()), [&](int i) {
-    attend_span(call, batch, spans_[i]);
-    Item& item = items_[spans_[i].item];
-    if (finish && was_last(item.pending)) finish_item(call, item, spans_[i].item);
-  });
 }
 
 void Engine::attend_span(const LayerCall& call, const Batch& batch, const Span& span) {
@@ -257,134 +241,6 @@ void Engine::attend_span(const LayerCall& call, const Batch& batch, const Span& 
   kernels_.attend({queries.data(), visible.data(), group, span.pages, span.page_begin, span.count,
                    page_table(call, batch, item.request, item.head), layout.head_dim, geometry_.scale, target,
                    target + group, target + 3 * group, item.progressive ? target + 2 * group : nullptr});
-}
-
-// PSA, Algorithm 1, batched: all open items read their next microbatch, then each is verified. With fewer items than
-// threads a microbatch is cut into parts, and an item whose microbatches are too small for that reads several of them a
-// round; those behind its stop are dropped and counted as wasted. With an estimated remainder a round reads what the
-// estimates say is missing.
-void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection) {
-  const int group = geometry_.group();
-  int open = 0;
-  for (int i = 0; i < item_count_; ++i) {
-    Item& item = items_[i];
-    if (item.progressive && !item.open) finish_item(call, item, i);
-    if (!item.open) continue;
-    ++open;
-    item.lse_min.assign(group, std::numeric_limits<float>::infinity());
-  }
-  // The items' accumulated states lie first, a round's follow.
-  while (open > 0) {
-    const int tasks = pool_.size() == 1 ? 1 : (2 * pool_.size() + open - 1) / open;  // of an item
-    const int most_parts = selection.estimated_remainder ? tasks : std::clamp(selection.microbatch_pages / kMinSpanPages, 1, tasks);
-    const int ahead = selection.estimated_remainder ? 1 : (tasks + most_parts - 1) / most_parts;
-    spans_.clear();
-    int next_state = item_count_;
-    for (int i = 0; i < item_count_; ++i) {
-      Item& item = items_[i];
-      if (!item.open) continue;
-      if (!selection.estimated_remainder) take_next(item, i, selection, ahead);
-      const int taken = static_cast<int>(item.order.size()) - item.round_first;
-      const int microbatch = selection.estimated_remainder ? taken : selection.microbatch_pages;
-      for (int first = 0; first < taken; first += microbatch) {
-        const int count = std::min(microbatch, taken - first);
-        const int parts = selection.estimated_remainder ? std::clamp(count / kMinSpanPages, 1, most_parts) : most_parts;
-        const int32_t* pages = item.order.data() + item.round_first + first;
-        for (int part = 0; part < parts; ++part) {
-          const int begin = count * part / parts;
-          const int end = count * (part + 1) / parts;
-          if (begin < end) spans_.push_back({i, pages + begin, 0, end - begin, next_state++, part + 1 == parts});
-        }
-      }
-    }
-    run_spans(call, batch, false);
-    for (size_t s = 0; s < spans_.size();) {
-      const int index = spans_[s].item;
-      Item& item = items_[index];
-      size_t end = s;
-      int accepted = 0;
-      for (; end < spans_.size() && spans_[end].item == index; ++end) {
-        if (!item.open) {
-          item.wasted += spans_[end].count;
-          continue;
-        }
-        const float* part = state(spans_[end].state);
-        merge_state(state(index), part, group);
-        for (int g = 0; g < group; ++g) item.lse_min[g] = std::min(item.lse_min[g], part[2 * group + g]);
-        item.left -= spans_[end].count;
-        accepted += spans_[end].count;
-        if (!spans_[end].ends_microbatch) continue;
-        ++stats_.microbatches;
-        verify(item, index, selection, item.round_first + accepted);
-      }
-      if (!item.open) {
-        --open;
-        item.order.resize(item.round_first + accepted);
-        finish_item(call, item, index);
-      } else if (selection.estimated_remainder) {
-        take_next(item, index, selection, 1);
-      }
-      s = end;
-    }
-  }
-}
-
-// Puts the pages of the item's next round into its order: `ahead` microbatches, or, with an estimated remainder, pages by
-// whole microbatches until the threshold is reached if the estimates hold.
-void Engine::take_next(Item& item, int index, const Selection& selection, int ahead) {
-  item.round_first = static_cast<int>(item.order.size());
-  if (!selection.estimated_remainder) {
-    item.rank.next(std::min(ahead * selection.microbatch_pages, item.budget - item.round_first), item.order);
-    return;
-  }
-  const int group = geometry_.group();
-  static thread_local std::vector<double> unread, read;
-  unread.assign(item.unread.begin(), item.unread.end());
-  read.resize(group);
-  for (int g = 0; g < group; ++g) read[g] = read_share(item, index, g);
-  for (bool enough = false; !enough && static_cast<int>(item.order.size()) < item.budget;) {
-    const size_t first = item.order.size();
-    item.rank.next(std::min(selection.microbatch_pages, item.budget - static_cast<int>(first)), item.order);
-    enough = true;
-    for (int g = 0; g < group; ++g) {
-      double taken = 0.0;
-      for (size_t p = first; p < item.order.size(); ++p) taken += estimate(item, g, item.order[p]);
-      unread[g] = std::max(0.0, unread[g] - taken);
-      read[g] += taken;
-      enough = enough && read[g] > selection.threshold * (read[g] + unread[g]);
-    }
-  }
-}
-
-// The page's estimated weight as a share of all candidates'.
-double Engine::estimate(const Item& item, int g, int page) const {
-  const int candidates = item.candidate_end - item.candidate_begin;
-  return std::exp(scores_[item.score_offset + int64_t{g} * candidates + page - item.candidate_begin] - item.estimated_lse[g]);
-}
-
-// The weight read so far in the same unit.
-double Engine::read_share(const Item& item, int index, int g) const {
-  return std::exp(std::min(600.0, static_cast<double>(lse(state(index), g)) - item.estimated_lse[g]));
-}
-
-// Whether enough has been read. PSA (Algorithm 1, lines 13 to 18): the unread pages are taken to weigh as much as the lightest
-// page read so far; with an estimated remainder, what their key codes say. The group goes on until every one of its heads has
-// reached the threshold.
-void Engine::verify(Item& item, int index, const Selection& selection, int pages_read) {
-  const int group = geometry_.group();
-  double lowest = 1.0;
-  for (int g = 0; g < group; ++g) {
-    double rest;
-    if (selection.estimated_remainder) {
-      for (int p = item.round_first; p < pages_read; ++p) item.unread[g] -= estimate(item, g, item.order[p]);
-      rest = pages_read == item.candidate_end - item.candidate_begin ? 0.0 : std::max(0.0, item.unread[g]) / read_share(item, index, g);
-    } else {
-      rest = static_cast<double>(item.left) * std::exp(item.lse_min[g] - lse(state(index), g));
-    }
-    lowest = std::min(lowest, 1.0 / (1.0 + rest));
-  }
-  item.kept = static_cast<float>(lowest);
-  if (lowest > selection.threshold || pages_read == item.budget) item.open = false;
 }
 
 void Engine::finish_item(const LayerCall& call, Item& item, int index) {
@@ -415,6 +271,7 @@ void Engine::count_stats() {
     if (item.progressive) {
       stats_.kept_mass += item.kept;
       stats_.stopped_early += selected < candidates;
+      stats_.microbatches += item.microbatches;
     }
   }
 }

@@ -1,6 +1,8 @@
 // One attention layer call over a batch: append, then exact prefill rows and sparse decode rows.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -10,6 +12,8 @@
 #include "thread_pool.h"
 
 namespace hybrid_sparse {
+
+inline constexpr int kMinSpanPages = 16;  // pages a task attends at least, where threads share
 
 struct Geometry {
   Layout layout;
@@ -123,6 +127,8 @@ class Engine {
     int left;                       // progressive: candidates not yet counted
     int wasted;
     int round_first;                // progressive: position in `order` of this round's first page
+    int first_span;                 // progressive: of this round
+    int microbatches;               // progressive: verified so far
     float kept;
     std::vector<float> lse_min;     // [group]
     std::vector<float> estimated_lse;  // [group] of all candidates
@@ -147,13 +153,27 @@ class Engine {
   void rank(const Selection& selection);
   void score_span(const LayerCall& call, const Batch& batch, const Span& span);
   void rank_item(Item& item, int index, const Selection& selection);
-  void take_next(Item& item, int index, const Selection& selection, int ahead);
+  void share_round(int open, const Selection& selection);
+  void add_round_spans(int index, const Selection& selection, int& next_state);
+  void end_round(const LayerCall& call, const Selection& selection, int index);
+  void take_next(Item& item, int index, const Selection& selection);
   double estimate(const Item& item, int g, int page) const;
   double read_share(const Item& item, int index, int g) const;
   void attend_selected(const LayerCall& call, const Batch& batch);
   void attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection);
   void verify(Item& item, int index, const Selection& selection, int pages_read);
-  void run_spans(const LayerCall& call, const Batch& batch, bool finish);
+  // Attends every span; the task that attends an item's last one, counted by `pending`, goes on with last_done(item).
+  template <class F>
+  void run_spans(const LayerCall& call, const Batch& batch, const F& last_done) {
+    int states = 0;
+    for (const Span& span : spans_) states = std::max(states, span.state + 1);
+    reserve_states(states);
+    pool_.for_each(static_cast<int>(spans_.size()), [&](int i) {
+      attend_span(call, batch, spans_[i]);
+      std::atomic_ref<int> pending(items_[spans_[i].item].pending);
+      if (pending.fetch_sub(1, std::memory_order_acq_rel) == 1) last_done(spans_[i].item);
+    });
+  }
   void attend_span(const LayerCall& call, const Batch& batch, const Span& span);
   void finish_item(const LayerCall& call, Item& item, int index);
   void count_stats();
@@ -180,6 +200,8 @@ class Engine {
   std::vector<Item> items_;  // grows only; the first item_count_ are in use
   int item_count_ = 0;
   std::vector<Span> spans_;
+  int most_parts_ = 1;          // of a microbatch in a round
+  int microbatches_ahead_ = 1;  // that an item reads in a round
   std::vector<float> states_;
   std::vector<float> scores_;
   std::vector<float> summary_queries_;  // prepared rows of the ranked items' requests, head by head

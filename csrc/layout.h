@@ -27,7 +27,7 @@ inline constexpr int kCodeDims = 4;  // dims whose bits of one token lie side by
 
 inline constexpr int element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// Where the parts of a page's key codes lie, bytes from its start; the codes come first. `bytes` is a multiple of 16.
+// Where the parts of a page's key codes lie, bytes from its start; the codes come first. `bytes` is whole cache lines.
 struct CodeLayout {
   int64_t mean;     // [head_dim / 2], the lower dim in the lower four bits
   int64_t factors;  // [16 tokens] uint8
@@ -35,7 +35,7 @@ struct CodeLayout {
   int64_t bytes;
   CodeLayout(int head_dim, int code_bits)
       : mean(int64_t{2} * head_dim * code_bits), factors(mean + head_dim / 2), units(factors + kPageTokens),
-        bytes((units + 4 + 15) / 16 * 16) {}
+        bytes((units + 4 + 63) / 64 * 64) {}
 };
 
 struct Layout {

@@ -18,20 +18,22 @@ key_codes keeps none, but one or two bits of each key."""
 CODE_BITS = (1, 2)
 """Bits a dimension that key codes may have."""
 
+_CACHE_LINE_BYTES = 64
+
 _RATIO_SLACK_PAGES = 1e-9
 """What `ratio * candidates` may exceed a whole number by without costing a page: 0.07 * 100 is 7.000000000000001."""
 
 
 def summary_bytes(summary: str, head_dim: int, element_bytes: int, code_bits: int) -> int:
-    """Bytes of the summary of one page of one KV head, a multiple of 16.
+    """Bytes of the summary of one page of one KV head, a multiple of 16 elements.
 
     key_codes, whatever the KV dtype: code_bits of every dimension of 16 keys, four bits a dimension of their mean, a
-    byte for each key, and two bf16 numbers.
+    byte for each key, and two bf16 numbers; whole cache lines.
     """
     if summary != "key_codes":
         return SUMMARY_VECTORS[summary] * head_dim * element_bytes
     content = PAGE_TOKENS * head_dim * code_bits // 8 + head_dim // 2 + PAGE_TOKENS + 4
-    return -(-content // 16) * 16
+    return -(-content // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,23 @@ def test_sizes_in_bytes() -> None:
     assert layout.head_block_bytes == 8 * (4096 + 256)
 
 
+@pytest.mark.parametrize(("head_dim", "code_bits", "size"), [(64, 1, 192), (64, 2, 320), (128, 1, 384), (128, 2, 640)])
+def test_key_codes_cost_less_than_eight_percent(head_dim: int, code_bits: int, size: int) -> None:
+    layout = BlockLayout(dtype="bf16", head_dim=head_dim, block_tokens=128, summary="key_codes", code_bits=code_bits)
+    assert layout.summary_bytes == size <= 0.08 * layout.page_bytes
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+@pytest.mark.parametrize("summary", SUMMARY_VECTORS)
+@pytest.mark.parametrize("code_bits", CODE_BITS)
+def test_summaries_are_whole_elements_of_every_token(
+    element_bytes: int, head_dim: int, summary: str, code_bits: int
+) -> None:
+    """vLLM's KV cache spec counts the bytes of a token, and views them as elements of the KV dtype."""
+    assert summary_bytes(summary, head_dim, element_bytes, code_bits) % (PAGE_TOKENS * element_bytes) == 0
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_summaries_cost_less_than_eight_percent(layout: BlockLayout) -> None:
     assert layout.pages_per_block * layout.summary_bytes <= 0.08 * layout.pages_per_block * layout.page_bytes

@@ -14,6 +14,7 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 MEAN_LEVELS = 15
 _MASK64 = 2**64 - 1
+_CACHE_LINE_BYTES = 64
 
 
 class KeyCodes(NamedTuple):
@@ -113,4 +114,4 @@ def pack_codes(codes: KeyCodes) -> Tensor:
     low, high = codes.mean.reshape(pages, -1, 2).unbind(dim=-1)
     units = torch.stack((codes.factor_unit, codes.mean_unit), dim=1).view(torch.uint8)
     parts = torch.cat((code_bytes, low | high << 4, codes.factors, units), dim=1)
-    return torch.nn.functional.pad(parts, (0, -parts.shape[1] % 16))
+    return torch.nn.functional.pad(parts, (0, -parts.shape[1] % _CACHE_LINE_BYTES))
