@@ -8,6 +8,7 @@ import torch
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
 from vllm_hybrid_sparse.memory.layout import TORCH_DTYPES, BlockLayout
+from vllm_hybrid_sparse.values import CODE_BITS, PAGE_TOKENS, SUMMARY_VECTORS, summary_bytes
 
 LAYOUTS = [
     BlockLayout(dtype=dtype, head_dim=head_dim, block_tokens=block_tokens, summary=summary)
