@@ -34,8 +34,14 @@ POLICIES: dict[str, dict[str, object] | None] = {
     "stock": None,
     "default": {},
     "dense": {"policy": "dense"},
-    "progressive-minmax": {"policy": "progressive", "threshold": 0.95, "summary": "minmax"},
-    "progressive-cuboid": {"policy": "progressive", "threshold": 0.95, "summary": "cuboid_mean"},
+    "topk": {"policy": "topk", "topk_ratio": 0.05},
+    "progressive-minmax": {"policy": "progressive", "threshold": 0.95, "summary": "minmax", "microbatch_pages": 64},
+    "progressive-cuboid": {
+        "policy": "progressive",
+        "threshold": 0.95,
+        "summary": "cuboid_mean",
+        "microbatch_pages": 64,
+    },
     "topk-minmax": {"policy": "topk", "topk_ratio": 0.05, "summary": "minmax"},
     "topk-cuboid": {"policy": "topk", "topk_ratio": 0.05, "summary": "cuboid_mean"},
 }

@@ -1,0 +1,60 @@
+"""The laboratory's figures against counting by hand."""
+
+import itertools
+
+import torch
+
+from benchmarks.accuracy.kept_mass import KeptMass, oracle_pages, page_shares
+from vllm_hybrid_sparse.hf import DecodeStep
+from vllm_hybrid_sparse.values import RetainedSet
+
+RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
+
+
+def make_step(tokens: int, plans: list[list[int]]) -> DecodeStep:
+    generator = torch.Generator().manual_seed(tokens)
+    keys = torch.randn(2, tokens, 16, generator=generator)
+    query = 3 * torch.randn(6, 16, generator=generator)
+    return DecodeStep(0, query, keys, keys, 0.25, plans)
+
+
+def test_shares_are_those_of_the_softmax() -> None:
+    step = make_step(100, [[], []])
+    shares = page_shares(step)
+    assert shares.shape == (2, 3, 7)
+    weights = (0.25 * step.query[4] @ step.keys[1].T).softmax(dim=0)
+    torch.testing.assert_close(shares[1, 1, 6], weights[96:].sum())
+    torch.testing.assert_close(shares.sum(dim=-1), torch.ones(2, 3))
+
+
+def test_an_oracle_of_one_head_reads_as_few_pages_as_any_choice() -> None:
+    for seed in range(20):
+        shares = torch.rand(1, 7, generator=torch.Generator().manual_seed(seed)).softmax(dim=1)
+        candidates, retained = shares[:, :6], shares[:, 6]
+        enough = [
+            size
+            for size in range(7)
+            for pages in itertools.combinations(range(6), size)
+            if float(retained + candidates[:, list(pages)].sum(dim=1)) >= 0.6
+        ]
+        assert oracle_pages(candidates, retained, 0.6) == min(enough)
+
+
+def test_a_promise_that_the_retained_set_keeps_costs_nothing() -> None:
+    assert oracle_pages(torch.tensor([[0.01, 0.02], [0.03, 0.01]]), torch.tensor([0.97, 0.96]), 0.95) == 0
+
+
+def test_the_head_that_kept_least_counts() -> None:
+    record = KeptMass(RETAINED, 0.95)
+    step = make_step(130, [[2, 4], [1, 2, 3, 4, 5]])
+    record.watch(step)
+    first, end = RETAINED.candidate_range(130)
+    assert (first, end) == (1, 6)
+    assert record.pages == [2, 5]
+    assert record.candidates == [5, 5]
+    dropped = page_shares(step)[0][:, [1, 3, 5]].sum(dim=1)
+    assert abs(record.kept[0] - float(1 - dropped.max())) < 1e-6
+    assert abs(record.kept[1] - 1) < 1e-6
+    summary = record.summary()
+    assert summary["pages_read"] == 0.7
+    assert summary["kept_worst"] == record.kept[0]
