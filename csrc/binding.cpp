@@ -54,7 +54,10 @@ NB_MODULE(_native, m) {
   m.attr("PAGE_TOKENS") = kPageTokens;
 
   nb::enum_<DType>(m, "DType").value("bf16", DType::bf16).value("f16", DType::f16).value("f32", DType::f32);
-  nb::enum_<Summary>(m, "Summary").value("minmax", Summary::minmax).value("cuboid_mean", Summary::cuboid_mean).value("key_codes", Summary::key_codes);
+  nb::enum_<Summary>(m, "Summary")
+      .value("minmax", Summary::minmax)
+      .value("cuboid_mean", Summary::cuboid_mean)
+      .value("key_codes", Summary::key_codes);
   nb::enum_<ThreadPool::Helpers>(m, "Helpers")
       .value("own", ThreadPool::Helpers::own)
       .value("openmp", ThreadPool::Helpers::openmp);

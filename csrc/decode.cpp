@@ -17,7 +17,6 @@ constexpr int kMinScoreSpan = 64;    // pages whose summaries a task scores at l
 void Engine::attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection) {
   collect_items(batch, selection);
   if (item_count_ == 0) return;
-  prepare_summary_queries(call);
   score_and_attend_retained(call, batch);
   rank(selection);
   attend_selected(call, batch);
@@ -78,27 +77,18 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
 
 // The operands of scoring, once for every query row: all tasks that score a request's pages share them.
 void Engine::prepare_summary_queries(const LayerCall& call) {
-  const Layout& layout = geometry_.layout;
-  const bool coded = layout.summary == Summary::key_codes;
-  const int elements = layout.summary_elements();
-  const int64_t code_bytes = coded ? (kernels_.code_query_bytes(layout.head_dim) + 63) / 64 * 64 : 0;
-  const int rows = item_count_ * geometry_.group();  // an item's rows are those of its KV head, items go head by head
-  if (static_cast<int64_t>(summary_queries_.size()) < int64_t{rows} * elements) summary_queries_.resize(int64_t{rows} * elements);
-  if (static_cast<int64_t>(code_queries_.size()) < rows * code_bytes) code_queries_.resize(rows * code_bytes);
-  query_pointers_.resize(2 * int64_t{rows});
+  const int group = geometry_.group();
+  const int rows = item_count_ * group;  // an item's rows are those of its KV head, items go head by head
+  const int64_t row_bytes = kernels_.summary_query_bytes(geometry_.layout);
+  if (static_cast<int64_t>(summary_queries_.size()) < rows * row_bytes) summary_queries_.resize(rows * row_bytes);
+  query_pointers_.resize(rows);
   for (int row = 0; row < rows; ++row) {
-    const Item& item = items_[row / geometry_.group()];
+    const Item& item = items_[row / group];
     if (!item.ranked) continue;
-    const char* query = query_row(call, item.token, item.head * geometry_.group() + row % geometry_.group());
-    float* operands = summary_queries_.data() + int64_t{row} * elements;
+    char* operands = summary_queries_.data() + row * row_bytes;
+    kernels_.prepare_summary_query(query_row(call, item.token, item.head * group + row % group), geometry_.layout,
+                                   geometry_.scale, operands);
     query_pointers_[row] = operands;
-    if (!coded) {
-      kernels_.prepare_summary_query(query, layout.head_dim, layout.summary, operands);
-      continue;
-    }
-    char* code = code_queries_.data() + row * code_bytes;
-    kernels_.encode_query(query, layout.head_dim, geometry_.scale, code);
-    query_pointers_[rows + row] = code;
   }
 }
 
@@ -117,6 +107,7 @@ void Engine::score_and_attend_retained(const LayerCall& call, const Batch& batch
     }
   }
   if (spans_.empty()) return;
+  prepare_summary_queries(call);
   const int scoring = static_cast<int>(spans_.size());
   for (int i = 0; i < item_count_; ++i) {
     const Item& item = items_[i];
@@ -137,10 +128,9 @@ void Engine::score_span(const LayerCall& call, const Batch& batch, const Span& s
   const Item& item = items_[span.item];
   const int candidates = item.candidate_end - item.candidate_begin;
   const void* const* queries = query_pointers_.data() + int64_t{span.item} * group;
-  const void* const* codes = layout.summary == Summary::key_codes ? queries + int64_t{item_count_} * group : nullptr;
-  kernels_.score({queries, codes, geometry_.kv_heads, group, span.page_begin, span.count,
-                  page_table(call, batch, item.request, 0), layout.summary_elements(), layout.head_dim, layout.code_bits,
-                  geometry_.scale,
+  kernels_.score({queries, geometry_.kv_heads, group, span.page_begin, span.count,
+                  page_table(call, batch, item.request, 0), layout.summary_elements(), layout.head_dim,
+                  layout.summary == Summary::key_codes ? layout.code_bits : 0, geometry_.scale,
                   scores_.data() + item.score_offset + (span.page_begin - item.candidate_begin),
                   int64_t{group + 1} * candidates, candidates});
 }

@@ -132,7 +132,7 @@ class Engine {
     float kept;
     std::vector<float> lse_min;     // [group]
     std::vector<float> estimated_lse;  // [group] of all candidates
-    std::vector<double> unread;        // [group] estimated share of the candidates' weight that is unread
+    std::vector<double> unread;        // [group] estimated share of the candidates' weight that `order` leaves out
   };
   struct Span {  // one task: of attention for one item, of scoring for all items of a request
     int item;    // scoring: the first
@@ -204,9 +204,8 @@ class Engine {
   int microbatches_ahead_ = 1;  // that an item reads in a round
   std::vector<float> states_;
   std::vector<float> scores_;
-  std::vector<float> summary_queries_;  // prepared rows of the ranked items' requests, head by head
-  std::vector<char> code_queries_;
-  std::vector<const void*> query_pointers_;  // both, as `score` takes them
+  std::vector<char> summary_queries_;        // operands of scoring of every item's rows
+  std::vector<const void*> query_pointers_;  // to them
 };
 
 }  // namespace hybrid_sparse

@@ -29,7 +29,6 @@ struct AttendArgs {
 // Query rows against the summaries of a range of pages, for all KV heads of a request: a block's lie in one piece.
 struct ScoreArgs {
   const void* const* queries;  // [heads * rows] prepared summary operands (see prepare_summary_query)
-  const void* const* codes;    // [heads * rows] encoded queries (see encode_query); null unless key_codes
   int heads;
   int rows;  // of a head
   int page_begin;
@@ -37,7 +36,7 @@ struct ScoreArgs {
   PageTable table;  // of the first head
   int summary_elements;
   int head_dim;
-  int code_bits;
+  int code_bits;  // of key codes; 0: another summary
   float scale;
   float* scores;  // row r of head h at scores + h * head_stride + r * row_stride
   int64_t head_stride;
@@ -49,13 +48,13 @@ struct Kernels {
   int64_t (*query_bytes)(int head_dim);
   // Query row in the KV's dtype -> operands of `attend`. May return `query` itself; `scratch` holds query_bytes.
   const void* (*prepare_query)(const void* query, int head_dim, void* scratch);
-  // Query row -> operands of `score`: minmax [relu(q), -relu(-q)] (Quest), cuboid_mean [q] (ArkVale).
-  void (*prepare_summary_query)(const void* query, int head_dim, Summary summary, void* scratch);
+  // Bytes of one row's operands of `score`, whole cache lines.
+  int64_t (*summary_query_bytes)(const Layout& layout);
+  // Query row -> operands of `score`: minmax [relu(q), -relu(-q)] (Quest), cuboid_mean [q] (ArkVale), key_codes a CodeQuery
+  // (code_ops.inl), which has the softmax scale in it.
+  void (*prepare_summary_query)(const void* query, const Layout& layout, float scale, void* out);
   // State of the rows over the pages; overwrites row_max, row_sum, out and page_lse_min.
   void (*attend)(const AttendArgs& args);
-  // Bytes of one row's encoded query; query row -> operands of `score` for key codes, softmax scale included.
-  int64_t (*code_query_bytes)(int head_dim);
-  void (*encode_query)(const void* query, int head_dim, float scale, void* out);
   void (*score)(const ScoreArgs& args);
   // Page scores of a group's rows (row r at scores + r * stride) -> group scores: the largest, over the rows, of the
   // logarithm of the page's estimated share of that row's weight.

@@ -19,12 +19,22 @@ static const void* prepare_query(const void* query, int head_dim, void* scratch)
 }
 
 template <class T>
-static void prepare_summary_query(const void* query, int head_dim, Summary summary, void* scratch) {
-  typename T::Operand* out = static_cast<typename T::Operand*>(scratch);
+static int64_t summary_query_bytes(const Layout& layout) {
+  const int64_t bytes = layout.summary == Summary::key_codes
+                            ? code_query_bytes(layout.head_dim)
+                            : layout.summary_elements() * static_cast<int64_t>(sizeof(typename T::Operand));
+  return (bytes + 63) / 64 * 64;
+}
+
+template <class T>
+static void prepare_summary_query(const void* query, const Layout& layout, float scale, void* result) {
+  const int head_dim = layout.head_dim;
+  if (layout.summary == Summary::key_codes) return encode_query<T>(query, head_dim, scale, result);
+  typename T::Operand* out = static_cast<typename T::Operand*>(result);
   const char* in = static_cast<const char*>(query);
   for (int d = 0; d < head_dim; d += 16) {
     const vf q = T::load_elements(in + d * sizeof(typename T::Element));
-    if (summary == Summary::minmax) {
+    if (layout.summary == Summary::minmax) {
       T::store_operands(out + d, max(q, zero()));
       T::store_operands(out + head_dim + d, min(q, zero()));
     } else {
@@ -103,8 +113,8 @@ static void score(const ScoreArgs& args) {
           const void* const* queries = args.queries + head * args.rows + row;
           const char* next = ahead && row == 0 ? ahead + at : nullptr;
           float* row_scores = out + row * args.row_stride;
-          if (args.codes)
-            score_codes(args, args.codes + head * args.rows + row, rows, whole, here + at, next, row_scores);
+          if (args.code_bits > 0)
+            score_codes(args, queries, rows, whole, here + at, next, row_scores);
           else if (whole)
             score_row_tile<T, kScoreRows, kScorePages>(args, queries, rows, here + at, next, row_scores);
           else
@@ -237,5 +247,5 @@ static float stream(const char* bytes, int64_t size, const char* next) {
 
 template <class T>
 inline constexpr Kernels kKernels = {
-    query_bytes<T>, prepare_query<T>, prepare_summary_query<T>, attend<T>,     code_query_bytes, encode_query<T>, score<T>,
-    group_scores,   bucket_scores,    write_page<T>,            summarize<T>, store_row<T>,      stream};
+    query_bytes<T>, prepare_query<T>, summary_query_bytes<T>, prepare_summary_query<T>, attend<T>,    score<T>,
+    group_scores,   bucket_scores,    write_page<T>,          summarize<T>,             store_row<T>, stream};

@@ -89,10 +89,9 @@ void Engine::take_next(Item& item, int index, const Selection& selection) {
     return;
   }
   const int group = geometry_.group();
-  static thread_local std::vector<double> unread, read;
-  unread.assign(item.unread.begin(), item.unread.end());
-  read.resize(group);
-  for (int g = 0; g < group; ++g) read[g] = read_share(item, index, g);
+  static thread_local std::vector<double> expected;  // weight read, once the pages taken here are
+  expected.resize(group);
+  for (int g = 0; g < group; ++g) expected[g] = read_share(item, index, g);
   for (bool enough = false; !enough && static_cast<int>(item.order.size()) < item.budget;) {
     const size_t first = item.order.size();
     item.rank.next(std::min(selection.microbatch_pages, item.budget - static_cast<int>(first)), item.order);
@@ -100,9 +99,9 @@ void Engine::take_next(Item& item, int index, const Selection& selection) {
     for (int g = 0; g < group; ++g) {
       double taken = 0.0;
       for (size_t p = first; p < item.order.size(); ++p) taken += estimate(item, g, item.order[p]);
-      unread[g] = std::max(0.0, unread[g] - taken);
-      read[g] += taken;
-      enough = enough && read[g] > selection.threshold * (read[g] + unread[g]);
+      item.unread[g] = std::max(0.0, item.unread[g] - taken);
+      expected[g] += taken;
+      enough = enough && expected[g] > selection.threshold * (expected[g] + item.unread[g]);
     }
   }
 }
@@ -128,9 +127,8 @@ void Engine::verify(Item& item, int index, const Selection& selection, int pages
   for (int g = 0; g < group; ++g) {
     double rest;
     if (selection.estimated_remainder) {
-      for (int p = item.round_first; p < pages_read; ++p) item.unread[g] -= estimate(item, g, item.order[p]);
       const bool everything = pages_read == item.candidate_end - item.candidate_begin;
-      rest = everything ? 0.0 : std::max(0.0, item.unread[g]) / read_share(item, index, g);
+      rest = everything ? 0.0 : item.unread[g] / read_share(item, index, g);
     } else {
       rest = static_cast<double>(item.left) * std::exp(item.lse_min[g] - lse(state(index), g));
     }

@@ -56,7 +56,7 @@ def test_exact_policies_answer_as_before(make: type[PreTrainedModel], settings: 
     assert answer(model, prompt()) == before[0]  # and after it
 
 
-def test_a_threshold_reads_less_and_says_what() -> None:
+def test_a_sparse_policy_reads_less_and_says_what() -> None:
     model, seen = tiny_llama(torch.bfloat16), list[DecodeStep]()
     settings = HybridSparseConfig(policy="topk", topk_pages=3)
     with SparseSession(model, settings, max_tokens=1024, watch=seen.append) as session:

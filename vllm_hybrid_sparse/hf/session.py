@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
@@ -155,7 +155,7 @@ class SparseSession:
 
 
 def _attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -172,7 +172,7 @@ def _attend(
     if extra.get("sliding_window"):
         raise ConfigError(f"sliding_window={extra['sliding_window']}: must be none")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = session.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
+    output = session.attend(module.layer_idx, query[0], key[0], value[0], scale)
     return output[None], None
 
 

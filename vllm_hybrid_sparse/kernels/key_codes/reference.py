@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_hybrid_sparse.values import PAGE_TOKENS
+from vllm_hybrid_sparse.values import PAGE_TOKENS, summary_bytes
 
 MEAN_LEVELS = 15
 _MASK64 = 2**64 - 1
-_CACHE_LINE_BYTES = 64
 
 
 class KeyCodes(NamedTuple):
@@ -114,4 +113,5 @@ def pack_codes(codes: KeyCodes) -> Tensor:
     low, high = codes.mean.reshape(pages, -1, 2).unbind(dim=-1)
     units = torch.stack((codes.factor_unit, codes.mean_unit), dim=1).view(torch.uint8)
     parts = torch.cat((code_bytes, low | high << 4, codes.factors, units), dim=1)
-    return torch.nn.functional.pad(parts, (0, -parts.shape[1] % _CACHE_LINE_BYTES))
+    size = summary_bytes("key_codes", head_dim, codes.mean_unit.element_size(), codes.bits)
+    return torch.nn.functional.pad(parts, (0, size - parts.shape[1]))
