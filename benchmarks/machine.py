@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -32,12 +33,17 @@ def _from_proc(path: str, key: str) -> str:
     return "unknown"
 
 
+def without_places(argument: str) -> str:
+    """A command-line argument with every absolute path in it cut to its last name: results hold no places."""
+    return re.sub(r"(^|(?<=[=,]))/[^,]*/(?=[^/,]+)", "", argument)
+
+
 def provenance() -> dict[str, object]:
     """Return commit, machine, command and time, ready for JSON."""
     return {
         "commit": commit(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "command": " ".join([Path(sys.executable).name, *map(without_places, sys.orig_argv[1:])]),
         "cpu": _from_proc("/proc/cpuinfo", "model name"),
         "cores": len(os.sched_getaffinity(0)),
         "cpu_flags": sorted(
