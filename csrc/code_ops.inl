@@ -1,12 +1,12 @@
 // Key codes: one or two bits a dimension of every key, rotated and less its page's mean, from which each token's score is
 // estimated without bias (RaBitQ: Gao and Long, 2024, and its extension to more bits), and from these the page's weight.
 // Included inside the namespace and target region of one instruction set, before page_ops.inl. From its vec_*.inl come the
-// integer products: CodeBits and CodeSum (4 dims of 16 tokens a step), MeanBits and MeanSum (kMeanDims dims of a page's mean).
+// products of bytes: vb (64 bytes) and vs (their products summed by token).
 
 inline constexpr int kScorePages = 4;  // pages scored together,
 inline constexpr int kScoreRows = 4;   // with as many rows: 16 sums across lanes are taken together
 inline constexpr int kMeanLevels = 15;
-inline constexpr float kLeastMass = 1e-37f;  // of a page against the heaviest token of its tile
+inline constexpr float kFarthestFromMean = 120.0f;  // powers of two between a token's score and its page's mean: no overflow
 inline constexpr float kLog2E = 1.44269504088896341f;
 inline constexpr float kLn2 = 0.693147180559945309f;
 
@@ -16,14 +16,9 @@ struct CodeQuery {
   float a;
   float sum;
   char padding[56];
-  char operands[];  // mean_query_bytes(head_dim), then [head_dim / 4][kCodeGroupBytes]
+  int8_t dims[kMaxHeadDim];        // for the codes; zeros after the last
+  int8_t halves[kMaxHeadDim + 64];  // for the mean: of 64 dims the even ones, then the odd ones, as `half_bytes` gives them
 };
-
-static int64_t mean_query_bytes(int head_dim) { return (head_dim + kMeanDims - 1) / kMeanDims * kMeanQueryBytes; }
-
-static int64_t code_query_bytes(int head_dim) {
-  return static_cast<int64_t>(sizeof(CodeQuery)) + mean_query_bytes(head_dim) + head_dim / kCodeDims * kCodeGroupBytes;
-}
 
 // The rotation: random signs, then a Hadamard transform of each piece, the largest powers of two that the dims split into.
 template <int Width>
@@ -71,10 +66,13 @@ static void encode_query(const void* query, int head_dim, float scale, void* out
   const float unit = largest / 127.0f * scale * kLog2E;
   result.a = 2.0f * unit;
   result.sum = unit * static_cast<float>(sum);
-  for (int d = 0; d < head_dim; d += kMeanDims)
-    store_mean_query(rounded + d, result.operands + d / kMeanDims * kMeanQueryBytes);
-  char* groups = result.operands + mean_query_bytes(head_dim);
-  for (int g = 0; g < head_dim / kCodeDims; ++g) store_code_group(rounded + g * kCodeDims, groups + g * kCodeGroupBytes);
+  std::memcpy(result.dims, rounded, sizeof(result.dims));
+  for (int d = 0; d < head_dim; d += 64) {
+    for (int i = 0; i < 32; ++i) {
+      result.halves[d + i] = rounded[d + 2 * i];
+      result.halves[d + 32 + i] = rounded[d + 2 * i + 1];
+    }
+  }
 }
 
 // The codes of a full page, as laid out in layout.h.
@@ -112,24 +110,30 @@ static void encode_page(const char* page, char* out, int head_dim, int code_bits
   for (int d = 0; d < head_dim; ++d) squares = fma(load(x[d]), load(x[d]), squares);
   const vf limit = mul(squares, set1(1.0f / static_cast<float>(head_dim)));
   vf products = zero();
-  for (int d = 0; d < head_dim; d += kCodeDims) {
-    uint64_t bits[2] = {};
-    for (int j = 0; j < kCodeDims; ++j) {
-      const vf v = load(x[d + j]);
-      const vf length = max(v, sub(zero(), v));
-      const uint32_t positive = mask_at_least_zero(v);
-      products = add(products, length);
-      if (code_bits == 1) {
-        bits[0] |= every_fourth_bit(positive) << j;
-        continue;
+  const int fields_per_line = 8 / code_bits;
+  for (int line = 0; line < at.lines; ++line) {
+    uint32_t tokens[kPageTokens] = {};
+    for (int field = 0; field < fields_per_line; ++field) {
+      for (int j = 0; j < kCodeDims; ++j) {
+        const int d = (line * fields_per_line + field) * kCodeDims + j;
+        if (d >= head_dim) break;
+        const vf v = load(x[d]);
+        const vf length = max(v, sub(zero(), v));
+        const uint32_t positive = mask_at_least_zero(v);
+        products = add(products, length);
+        uint32_t low = positive;
+        uint32_t high = 0;
+        if (code_bits == 2) {  // codes 0 to 3: far below, below, above, far above
+          const uint32_t far = mask_at_least_zero(sub(mul(v, v), limit));
+          products = add(products, keep_mask(far, add(length, length)));
+          low = ~(positive ^ far);
+          high = positive;
+        }
+        for (int t = 0; t < kPageTokens; ++t)
+          tokens[t] |= ((low >> t & 1u) | (high >> t & 1u) << 1) << (8 * j + field * code_bits);
       }
-      const uint32_t far = mask_at_least_zero(sub(mul(v, v), limit));  // codes 0 to 3: far below, below, above, far above
-      const vf twice = add(length, length);
-      products = add(products, keep_mask(far, twice));
-      bits[0] |= every_fourth_bit(~(positive ^ far) & 0xffffu) << j;
-      bits[1] |= every_fourth_bit(positive) << j;
     }
-    std::memcpy(out + d / kCodeDims * code_bits * sizeof(uint64_t), bits, code_bits * sizeof(uint64_t));
+    std::memcpy(out + int64_t{64} * line, tokens, sizeof(tokens));
   }
   alignas(64) float numerator[kPageTokens], denominator[kPageTokens];
   store(numerator, squares);
@@ -150,97 +154,110 @@ static void encode_page(const char* page, char* out, int head_dim, int code_bits
   std::memset(out + at.units + 2 * sizeof(unit_bits), 0, at.bytes - at.units - 2 * sizeof(unit_bits));
 }
 
+// Sums across lanes of the first `Rows` rows' vectors: out[r * kScorePages + p] is that of x[r][p].
+template <int Rows, int Pages>
+static inline void sum_lanes(const vf (&x)[kScoreRows][kScorePages], float* out) {
+  if constexpr (Pages < kScorePages) {
+    for (int r = 0; r < Rows; ++r)
+      for (int p = 0; p < Pages; ++p) out[r * kScorePages + p] = reduce_add(x[r][p]);
+  } else if constexpr (Rows == 1) {
+    reduce_add4(x[0][0], x[0][1], x[0][2], x[0][3], 1.0f, out);
+  } else {
+    reduce_add4x4(x, 1.0f, Rows, out, kScorePages);
+  }
+}
+
+// Rows against the means of `Pages` pages: out[r * kScorePages + p] is the sum of q c.
+template <int Rows, int Pages>
+static inline void mean_tile(const CodeQuery* const* queries, int head_dim, const char* means, int64_t stride, float* out) {
+  vs sums[Rows][Pages];
+  for (int r = 0; r < Rows; ++r)
+    for (int p = 0; p < Pages; ++p) sums[r][p] = no_products();
+  for (int d = 0; d < head_dim; d += 64) {
+    for (int p = 0; p < Pages; ++p) {
+      const vb levels = half_bytes(means + p * stride + d / 2);  // what follows the mean is multiplied by zeros
+      for (int r = 0; r < Rows; ++r)
+        sums[r][p] = add_products(sums[r][p], levels, load_vb(reinterpret_cast<const char*>(queries[r]->halves + d)));
+    }
+  }
+  vf by_lane[kScoreRows][kScorePages];
+  for (int r = 0; r < kScoreRows; ++r)
+    for (int p = 0; p < kScorePages; ++p) by_lane[r][p] = r < Rows && p < Pages ? product_sums(sums[r][p]) : zero();
+  sum_lanes<Rows, Pages>(by_lane, out);
+}
+
+// Rows against the codes of `Pages` pages: out[r][p] are, by token, the sums of q c.
+template <int Bits, int Rows, int Pages>
+static inline void token_tile(const CodeQuery* const* queries, int lines, const char* codes, int64_t stride,
+                              vf (*out)[kScorePages]) {
+  constexpr int kFields = 8 / Bits;
+  for (int r = 0; r < Rows; ++r)
+    for (int p = 0; p < Pages; ++p) out[r][p] = zero();
+  for (int begin = 0; begin < lines; begin += kLinesPerSum) {
+    const int end = lines - begin < kLinesPerSum ? lines : begin + kLinesPerSum;
+    vs sums[Rows][Pages];
+    for (int r = 0; r < Rows; ++r)
+      for (int p = 0; p < Pages; ++p) sums[r][p] = no_products();
+    for (int line = begin; line < end; ++line) {
+      vb packed[Pages];
+      for (int p = 0; p < Pages; ++p) packed[p] = load_vb(codes + p * stride + int64_t{64} * line);
+#pragma GCC unroll 8
+      for (int field = 0; field < kFields; ++field) {
+        vb values[Pages];
+        for (int p = 0; p < Pages; ++p) values[p] = fields<Bits>(packed[p], field * Bits);
+        for (int r = 0; r < Rows; ++r) {
+          const vb dims = repeat4(reinterpret_cast<const char*>(queries[r]->dims + (line * kFields + field) * kCodeDims));
+          for (int p = 0; p < Pages; ++p) sums[r][p] = add_products(sums[r][p], values[p], dims);
+        }
+      }
+    }
+    for (int r = 0; r < Rows; ++r)
+      for (int p = 0; p < Pages; ++p) out[r][p] = add(out[r][p], product_sums(sums[r][p]));
+  }
+}
+
 // Rows against the codes of `Pages` pages: scores[r * row_stride + p] is the page's estimated weight, the logarithm of the sum
 // of exp(score) over its tokens. `ahead`: where the same pages of a later block lie.
 template <int Bits, int Rows, int Pages>
 static inline void code_tile(const ScoreArgs& args, const void* const* rows, const char* summaries, const char* ahead,
                              float* scores) {
+  constexpr float kTop = (1 << Bits) - 1;
   const int64_t bytes = args.table.summary_bytes;
   const CodeLayout at(args.head_dim, Bits);
-  const int groups = args.head_dim / kCodeDims;
-  const int64_t groups_at = mean_query_bytes(args.head_dim);
   const CodeQuery* queries[Rows];
   for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const CodeQuery*>(rows[r]);
   if (ahead)
     for (int64_t byte = 0; byte < Pages * bytes; byte += 64) prefetch(ahead + byte);
 
-  vf base[kScoreRows][kScorePages];
-  for (int r = 0; r < kScoreRows; ++r)
-    for (int p = 0; p < kScorePages; ++p) base[r][p] = zero();
-  {
-    MeanSum sums[Rows][Pages];
-    for (int r = 0; r < Rows; ++r)
-      for (int p = 0; p < Pages; ++p) sums[r][p] = no_mean();
-    for (int d = 0; d < args.head_dim; d += kMeanDims) {
-      for (int p = 0; p < Pages; ++p) {
-        const MeanBits mean = load_mean(summaries + p * bytes + at.mean + d / 2, args.head_dim - d);
-        for (int r = 0; r < Rows; ++r)
-          sums[r][p] = add_mean(sums[r][p], mean, queries[r]->operands + d / kMeanDims * kMeanQueryBytes);
-      }
-    }
-    for (int r = 0; r < Rows; ++r)
-      for (int p = 0; p < Pages; ++p) base[r][p] = mean_sums(sums[r][p]);
-  }
-  alignas(64) float means[kScoreRows * kScorePages];
-  if constexpr (Pages == kScorePages)
-    reduce_add4x4(base, 1.0f, Rows, means, kScorePages);
-  else
-    for (int r = 0; r < Rows; ++r)
-      for (int p = 0; p < Pages; ++p) means[r * kScorePages + p] = reduce_add(base[r][p]);
-
-  CodeSum sums[Rows][Pages];
-  for (int r = 0; r < Rows; ++r)
-    for (int p = 0; p < Pages; ++p) sums[r][p] = no_codes();
-  for (int g = 0; g < groups; ++g) {
-    CodeBits codes[Pages];
-    for (int p = 0; p < Pages; ++p)
-      codes[p] = load_codes<Bits>(summaries + p * bytes + g * Bits * static_cast<int64_t>(sizeof(uint64_t)));
-    for (int r = 0; r < Rows; ++r)
-      for (int p = 0; p < Pages; ++p)
-        sums[r][p] = add_codes<Bits>(sums[r][p], codes[p], queries[r]->operands + groups_at + g * kCodeGroupBytes);
-  }
-
-  constexpr float kTop = (1 << Bits) - 1;
-  float steps[Pages];
-  vf factors[Pages];
-  for (int p = 0; p < Pages; ++p) {
-    uint16_t units[2];
-    std::memcpy(units, summaries + p * bytes + at.units, sizeof(units));
-    factors[p] = mul(load_bytes(summaries + p * bytes + at.factors), set1(bf16_to_float(units[0])));
-    steps[p] = bf16_to_float(units[1]);
-  }
+  alignas(64) float mean_scores[kScoreRows * kScorePages] = {};
+  mean_tile<Rows, Pages>(queries, args.head_dim, summaries + at.mean, bytes, mean_scores);
   vf weights[kScoreRows][kScorePages];
   for (int r = 0; r < kScoreRows; ++r)
     for (int p = 0; p < kScorePages; ++p) weights[r][p] = zero();
-  float highest[Rows];
-  for (int r = 0; r < Rows; ++r) {
-    const float a = queries[r]->a;
-    const float sum = queries[r]->sum;
-    for (int p = 0; p < Pages; ++p) {
-      const vf product = fma(code_sums(sums[r][p]), set1(a), set1(-kTop * sum));
-      weights[r][p] = fma(product, factors[p], set1(steps[p] * (a * means[r * kScorePages + p] - kMeanLevels * sum)));
-    }
-    vf peak = weights[r][0];
-    for (int p = 1; p < Pages; ++p) peak = max(peak, weights[r][p]);
-    highest[r] = reduce_max(peak);
-    for (int p = 0; p < Pages; ++p) weights[r][p] = exp2_nonpositive(sub(weights[r][p], set1(highest[r])));
-  }
-  if constexpr (Pages == kScorePages) {
-    alignas(64) float mass[kScoreRows * kScorePages];
-    store(mass, set1(1.0f));
-    reduce_add4x4(weights, 1.0f, Rows, mass, kScorePages);
-    store(mass, log2_positive(max(load(mass), set1(kLeastMass))));
-    for (int r = 0; r < Rows; ++r)
-      for (int p = 0; p < Pages; ++p)
-        scores[r * args.row_stride + p] = (highest[r] + mass[r * kScorePages + p]) * kLn2;
-  } else {
-    for (int r = 0; r < Rows; ++r) {
-      for (int p = 0; p < Pages; ++p) {
-        const float mass = reduce_add(weights[r][p]);
-        scores[r * args.row_stride + p] = highest[r] * kLn2 + natural_log(mass > kLeastMass ? mass : kLeastMass);
+  constexpr int kAtOnce = Pages < kPagesAtOnce ? Pages : kPagesAtOnce;
+  for (int p = 0; p < Pages; p += kAtOnce) {
+    vf sums[Rows][kScorePages];
+    token_tile<Bits, Rows, kAtOnce>(queries, at.lines, summaries + p * bytes, bytes, sums);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const char* page = summaries + (p + i) * bytes;
+      uint16_t units[2];
+      std::memcpy(units, page + at.units, sizeof(units));
+      const vf factors = mul(load_bytes(page + at.factors), set1(bf16_to_float(units[0])));
+      const float step = bf16_to_float(units[1]);
+      for (int r = 0; r < Rows; ++r) {
+        const vf product = fma(sums[r][i], set1(queries[r]->a), set1(-kTop * queries[r]->sum));
+        weights[r][p + i] = exp2_estimate(limit(mul(product, factors), kFarthestFromMean));
+        float& mean_score = mean_scores[r * kScorePages + p + i];
+        mean_score = step * (queries[r]->a * mean_score - kMeanLevels * queries[r]->sum);
       }
     }
   }
+  alignas(64) float mass[kScoreRows * kScorePages];
+  store(mass, set1(1.0f));
+  sum_lanes<Rows, Pages>(weights, mass);
+  store(mass, mul(add(log2_positive(load(mass)), load(mean_scores)), set1(kLn2)));
+  for (int r = 0; r < Rows; ++r)
+    for (int p = 0; p < Pages; ++p) scores[r * args.row_stride + p] = mass[r * kScorePages + p];
 }
 
 template <int Bits, int Rows, int Pages>

@@ -15,17 +15,6 @@ static inline uint16_t float_to_bf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// The sums of the 16 subsets of four small numbers, as floats; bit i of a subset's index is number i.
-static inline void store_subset_sums(const int8_t* numbers, char* out) {
-  float sums[16];
-  for (int subset = 0; subset < 16; ++subset) {
-    int sum = 0;
-    for (int i = 0; i < 4; ++i) sum += subset >> i & 1 ? numbers[i] : 0;
-    sums[subset] = static_cast<float>(sum);
-  }
-  std::memcpy(out, sums, sizeof(sums));
-}
-
 static inline float f16_to_float(uint16_t x) {
   const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16;
   const uint32_t magnitude = x & 0x7fffu;

@@ -7,8 +7,9 @@
 //   K part   bf16: [head_dim/2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
 //   V part   bf16: [8 token pairs][head_dim][2 tokens]  f16, f32: [16 tokens][head_dim]
 //   summary  minmax: [max: head_dim][min: head_dim]     cuboid_mean: [centre: head_dim]
-//            key_codes: whatever the dtype [head_dim / 4][code_bits][16 tokens][4 dims] bits, then the page's mean with four
-//            bits a dim, a byte a token, and two bf16: the units of these bytes and of the mean (CodeLayout)
+//            key_codes: whatever the dtype lines of 64 bytes [16 tokens][4 dims], a byte holding 8 / code_bits such dims from
+//            its lowest bits on, then the page's mean with four bits a dim, a byte a token, and two bf16: the units of
+//            these bytes and of the mean (CodeLayout)
 // One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no horizontal sum.
 // Summaries live in the block, so whatever copies a block (copy-on-write, a KV connector) copies them too.
 #pragma once
@@ -23,19 +24,20 @@ enum class DType : int { bf16 = 0, f16 = 1, f32 = 2 };
 enum class Summary : int { minmax = 0, cuboid_mean = 1, key_codes = 2 };
 
 inline constexpr int kMaxHeadDim = 512;
-inline constexpr int kCodeDims = 4;  // dims whose bits of one token lie side by side
+inline constexpr int kCodeDims = 4;  // dims of one token that lie side by side
 
 inline constexpr int element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// Where the parts of a page's key codes lie, bytes from its start; the codes come first. `bytes` is whole cache lines.
+// Where the parts of a page's key codes lie, bytes from its start; the lines of codes come first. `bytes` is whole cache lines.
 struct CodeLayout {
+  int lines;
   int64_t mean;     // [head_dim / 2], the lower dim in the lower four bits
   int64_t factors;  // [16 tokens] uint8
   int64_t units;    // bf16 of the factors, bf16 of the mean
   int64_t bytes;
   CodeLayout(int head_dim, int code_bits)
-      : mean(int64_t{2} * head_dim * code_bits), factors(mean + head_dim / 2), units(factors + kPageTokens),
-        bytes((units + 4 + 63) / 64 * 64) {}
+      : lines((head_dim * code_bits + 31) / 32), mean(int64_t{64} * lines), factors(mean + head_dim / 2),
+        units(factors + kPageTokens), bytes((units + 4 + 63) / 64 * 64) {}
 };
 
 struct Layout {
@@ -65,15 +67,6 @@ inline bool rotation_is_negative(int dim) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return (x ^ (x >> 31)) >> 63;
-}
-
-// Bit i of the result's every fourth is bit i of 16.
-inline uint64_t every_fourth_bit(uint32_t bits) {
-  uint64_t x = bits;
-  x = (x | x << 24) & 0x000000ff000000ffu;
-  x = (x | x << 12) & 0x000f000f000f000fu;
-  x = (x | x << 6) & 0x0303030303030303u;
-  return (x | x << 3) & 0x1111111111111111u;
 }
 
 // Where the pages of one request and KV head lie: page p of the sequence is page p % pages_per_block of block p / pages_per_block.

@@ -21,7 +21,7 @@ static const void* prepare_query(const void* query, int head_dim, void* scratch)
 template <class T>
 static int64_t summary_query_bytes(const Layout& layout) {
   const int64_t bytes = layout.summary == Summary::key_codes
-                            ? code_query_bytes(layout.head_dim)
+                            ? static_cast<int64_t>(sizeof(CodeQuery))
                             : layout.summary_elements() * static_cast<int64_t>(sizeof(typename T::Operand));
   return (bytes + 63) / 64 * 64;
 }

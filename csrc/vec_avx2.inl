@@ -123,17 +123,19 @@ static inline __m256 log2_half(__m256 x) {
 // Base 2 logarithm of positive normal numbers (absolute error below 1e-6), by the series of 2 atanh((m - 1) / (m + 1)).
 static inline vf log2_positive(vf x) { return {log2_half(x.a), log2_half(x.b)}; }
 
+// x, or the number of that magnitude and the sign of x, whichever is nearer to 0.
+static inline vf limit(vf x, float magnitude) { return max(min(x, set1(magnitude)), set1(-magnitude)); }
+
 static inline __m256 exp2_half(__m256 x) {
-  x = _mm256_max_ps(x, _mm256_set1_ps(-126.0f));
-  const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256 n = _mm256_floor_ps(x);
   const __m256 f = _mm256_sub_ps(x, n);
-  __m256 p = _mm256_fmadd_ps(f, _mm256_set1_ps(0.05517132f), _mm256_set1_ps(0.24261054f));
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.69326099f));
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.99992811f));
+  __m256 p = _mm256_fmadd_ps(f, _mm256_set1_ps(0.07802452f), _mm256_set1_ps(0.22606724f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.69583347f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.99992523f));
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
-// 2^x for x <= 0 (relative error below 8e-5, enough for an estimate; next to nothing below -126).
-static inline vf exp2_nonpositive(vf x) { return {exp2_half(x.a), exp2_half(x.b)}; }
+// 2^x for |x| <= 120 (relative error below 8e-5, enough for an estimate).
+static inline vf exp2_estimate(vf x) { return {exp2_half(x.a), exp2_half(x.b)}; }
 
 static inline uint32_t mask_at_least_zero(vf x) {
   const __m256 none = _mm256_setzero_ps();
@@ -151,27 +153,35 @@ static inline vf load_bytes(const char* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
 }
 
-// Sixteen fields of four bits, one a lane, with others above them.
-struct Fours {
+// 64 bytes, and sums of products of unsigned bytes with signed ones: all that fall on one of 16 tokens are added up in the end.
+struct vb {
   __m256i a, b;
 };
-static inline Fours load_fours(const char* p) {
-  uint32_t bits[2];
-  std::memcpy(bits, p, sizeof(bits));
-  const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
-  return {_mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(bits[0])), shifts),
-          _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(bits[1])), shifts)};
+using vs = vb;
+static inline __m256i load_half(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+static inline vb load_vb(const char* p) { return {load_half(p), load_half(p + 32)}; }
+static inline vb repeat4(const char* p) {
+  int bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  return {_mm256_set1_epi32(bytes), _mm256_set1_epi32(bytes)};
 }
-static inline __m256 look_up_half(vf table, __m256i index) {
-  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.a, index), _mm256_permutevar8x32_ps(table.b, index),
-                          _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+template <int Bits>
+static inline vb fields(vb x, int lowest_bit) {
+  const __m256i mask = _mm256_set1_epi8((1 << Bits) - 1);
+  return {_mm256_and_si256(_mm256_srli_epi16(x.a, lowest_bit), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, lowest_bit), mask)};
 }
-static inline vf look_up(const char* table, Fours index) {
-  const vf sums = load(reinterpret_cast<const float*>(table));
-  return {look_up_half(sums, index.a), look_up_half(sums, index.b)};
+// Of 32 bytes the lower halves, then the upper halves.
+static inline vb half_bytes(const char* p) {
+  const __m256i both = load_half(p);
+  return fields<4>({both, _mm256_srli_epi16(both, 4)}, 0);
 }
-static inline vf four_values(Fours fours) {
-  const __m256i low = _mm256_set1_epi32(15);
-  return {_mm256_cvtepi32_ps(_mm256_and_si256(fours.a, low)), _mm256_cvtepi32_ps(_mm256_and_si256(fours.b, low))};
+inline constexpr int kLinesPerSum = 8;  // sums of 16 bits hold 8 x 4 x 2 products of at most 3 x 127
+static inline vs no_products() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline vs add_products(vs sum, vb x, vb y) {
+  return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(x.a, y.a)), _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(x.b, y.b))};
 }
-#include "code_tables.inl"
+static inline vf product_sums(vs sum) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_cvtepi32_ps(_mm256_madd_epi16(sum.a, ones)), _mm256_cvtepi32_ps(_mm256_madd_epi16(sum.b, ones))};
+}
+inline constexpr int kPagesAtOnce = 1;  // of a tile: 8 of 16 registers hold sums

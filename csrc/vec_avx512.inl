@@ -100,14 +100,16 @@ static inline vf log2_positive(vf x) {
   return fma(p, z, exponent);
 }
 
-// 2^x for x <= 0 (relative error below 8e-5, enough for an estimate).
-static inline vf exp2_nonpositive(vf x) {
-  const vf n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const vf f = sub(x, n);
-  vf p = fma(f, set1(0.05517132f), set1(0.24261054f));
-  p = fma(p, f, set1(0.69326099f));
-  p = fma(p, f, set1(0.99992811f));
-  return _mm512_scalef_ps(p, n);
+// x, or the number of that magnitude and the sign of x, whichever is nearer to 0.
+static inline vf limit(vf x, float magnitude) { return _mm512_range_ps(x, set1(magnitude), 2); }
+
+// 2^x for |x| <= 120 (relative error below 8e-5, enough for an estimate).
+static inline vf exp2_estimate(vf x) {
+  const vf f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+  vf p = fma(f, set1(0.07802452f), set1(0.22606724f));
+  p = fma(p, f, set1(0.69583347f));
+  p = fma(p, f, set1(0.99992523f));
+  return _mm512_scalef_ps(p, x);  // times 2^floor(x)
 }
 
 static inline uint32_t mask_at_least_zero(vf x) { return _mm512_cmp_ps_mask(x, zero(), _CMP_GE_OQ); }
@@ -116,67 +118,32 @@ static inline vf load_bytes(const char* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
-// Sixteen fields of four bits, one a lane, with others above them.
-static inline __m512i load_fours(const char* p) {
-  uint32_t bits[2];
-  std::memcpy(bits, p, sizeof(bits));
-  const __m512i both =
-      _mm512_inserti64x4(_mm512_set1_epi32(static_cast<int>(bits[0])), _mm256_set1_epi32(static_cast<int>(bits[1])), 1);
-  return _mm512_srlv_epi32(both, _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28));
+// 64 bytes, and sums of products of unsigned bytes with signed ones: all that fall on one of 16 tokens are added up in the end.
+using vb = __m512i;
+using vs = __m512i;
+static inline vb load_vb(const char* p) { return _mm512_loadu_si512(p); }
+static inline vb repeat4(const char* p) {
+  int bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  return _mm512_set1_epi32(bytes);
 }
-
+template <int Bits>
+static inline vb fields(vb x, int lowest_bit) {
+  return _mm512_and_si512(_mm512_srli_epi16(x, lowest_bit), _mm512_set1_epi8((1 << Bits) - 1));
+}
+// Of 32 bytes the lower halves, then the upper halves.
+static inline vb half_bytes(const char* p) {
+  const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return fields<4>(_mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1), 0);
+}
+static inline vs no_products() { return _mm512_setzero_si512(); }
 #ifdef HYBRID_SPARSE_VNNI
-// Four dims of a row are four signed bytes, a token's code bytes of 0 to 3: one instruction adds the products of all 16 tokens.
-inline constexpr int kCodeGroupBytes = 4;
-using CodeBits = __m512i;
-using CodeSum = __m512i;
-static inline void store_code_group(const int8_t* dims, char* out) { std::memcpy(out, dims, 4); }
-template <int Bits>
-static inline CodeBits load_codes(const char* p) {
-  uint64_t bits[Bits];
-  std::memcpy(bits, p, sizeof(bits));
-  __m512i codes = _mm512_maskz_mov_epi8(_cvtu64_mask64(bits[0]), _mm512_set1_epi8(1));
-  if constexpr (Bits == 2)
-    codes = _mm512_mask_add_epi8(codes, _cvtu64_mask64(bits[1]), codes, _mm512_set1_epi8(2));
-  return codes;
-}
-static inline CodeSum no_codes() { return _mm512_setzero_si512(); }
-template <int Bits>
-static inline CodeSum add_codes(CodeSum sum, CodeBits codes, const char* group) {
-  int dims;
-  std::memcpy(&dims, group, sizeof(dims));
-  return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(dims));
-}
-static inline vf code_sums(CodeSum sum) { return _mm512_cvtepi32_ps(sum); }
-
-// Of 64 dims the even ones, then the odd ones, as the halves of 32 bytes of four bits come apart.
-inline constexpr int kMeanDims = 64;
-inline constexpr int kMeanQueryBytes = 64;
-using MeanBits = __m512i;
-using MeanSum = __m512i;
-static inline void store_mean_query(const int8_t* dims, char* out) {
-  for (int i = 0; i < 32; ++i) {
-    out[i] = static_cast<char>(dims[2 * i]);
-    out[32 + i] = static_cast<char>(dims[2 * i + 1]);
-  }
-}
-static inline MeanBits load_mean(const char* p, int dims) {
-  const __mmask32 kept = dims >= 64 ? 0xffffffffu : (1u << (dims / 2)) - 1u;
-  const __m256i fours = _mm256_maskz_loadu_epi8(kept, p);
-  const __m256i low = _mm256_set1_epi8(15);
-  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_and_si256(fours, low)),
-                            _mm256_and_si256(_mm256_srli_epi16(fours, 4), low), 1);
-}
-static inline MeanSum no_mean() { return _mm512_setzero_si512(); }
-static inline MeanSum add_mean(MeanSum sum, MeanBits mean, const char* query) {
-  return _mm512_dpbusd_epi32(sum, mean, _mm512_loadu_si512(query));
-}
-static inline vf mean_sums(MeanSum sum) { return _mm512_cvtepi32_ps(sum); }
+inline constexpr int kLinesPerSum = kMaxHeadDim;  // sums of 32 bits hold any
+static inline vs add_products(vs sum, vb a, vb b) { return _mm512_dpbusd_epi32(sum, a, b); }
+static inline vf product_sums(vs sum) { return _mm512_cvtepi32_ps(sum); }
 #else
-static inline vf look_up(const char* table, __m512i index) {
-  return _mm512_permutexvar_ps(index, load(reinterpret_cast<const float*>(table)));
-}
-static inline vf four_values(__m512i fours) { return _mm512_cvtepi32_ps(_mm512_and_si512(fours, _mm512_set1_epi32(15))); }
-using Fours = __m512i;
-#include "code_tables.inl"
+inline constexpr int kLinesPerSum = 8;  // sums of 16 bits hold 8 x 4 x 2 products of at most 3 x 127
+static inline vs add_products(vs sum, vb a, vb b) { return _mm512_add_epi16(sum, _mm512_maddubs_epi16(a, b)); }
+static inline vf product_sums(vs sum) { return _mm512_cvtepi32_ps(_mm512_madd_epi16(sum, _mm512_set1_epi16(1))); }
 #endif
+inline constexpr int kPagesAtOnce = 4;  // of a tile: 16 sums, 4 pages' bytes

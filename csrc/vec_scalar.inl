@@ -63,7 +63,8 @@ static inline vf load_f16(const char* p) {
 static inline void prefetch(const char*) {}
 
 static inline vf log2_positive(vf x) { HYBRID_SPARSE_LANES x.v[i] = std::log2(x.v[i]); return x; }
-static inline vf exp2_nonpositive(vf x) { HYBRID_SPARSE_LANES x.v[i] = std::exp2(x.v[i]); return x; }
+static inline vf limit(vf x, float magnitude) { return max(min(x, set1(magnitude)), set1(-magnitude)); }
+static inline vf exp2_estimate(vf x) { HYBRID_SPARSE_LANES x.v[i] = std::exp2(x.v[i]); return x; }
 static inline uint32_t mask_at_least_zero(vf x) {
   uint32_t mask = 0;
   HYBRID_SPARSE_LANES mask |= (x.v[i] >= 0.0f ? 1u : 0u) << i;
@@ -76,22 +77,48 @@ static inline vf load_bytes(const char* p) {
   return r;
 }
 
-// Sixteen fields of four bits.
-using Fours = uint64_t;
-static inline Fours load_fours(const char* p) {
-  Fours bits;
-  std::memcpy(&bits, p, sizeof(bits));
-  return bits;
-}
-static inline vf look_up(const char* table, Fours index) {
-  vf r;
-  HYBRID_SPARSE_LANES std::memcpy(&r.v[i], table + (index >> (4 * i) & 15) * sizeof(float), sizeof(float));
-  return r;
-}
-static inline vf four_values(Fours fours) {
-  vf r;
-  HYBRID_SPARSE_LANES r.v[i] = static_cast<float>(fours >> (4 * i) & 15);
-  return r;
-}
 #undef HYBRID_SPARSE_LANES
-#include "code_tables.inl"
+
+// 64 bytes, and sums of products of unsigned bytes with signed ones: all that fall on one of 16 tokens are added up in the end.
+struct vb {
+  uint8_t v[64];
+};
+struct vs {
+  int32_t v[16];
+};
+static inline vb load_vb(const char* p) {
+  vb r;
+  std::memcpy(r.v, p, sizeof(r.v));
+  return r;
+}
+static inline vb repeat4(const char* p) {
+  vb r;
+  for (int i = 0; i < 64; i += 4) std::memcpy(r.v + i, p, 4);
+  return r;
+}
+template <int Bits>
+static inline vb fields(vb x, int lowest_bit) {
+  for (uint8_t& byte : x.v) byte = static_cast<uint8_t>(byte >> lowest_bit & ((1 << Bits) - 1));
+  return x;
+}
+// Of 32 bytes the lower halves, then the upper halves.
+static inline vb half_bytes(const char* p) {
+  vb r;
+  for (int i = 0; i < 32; ++i) {
+    r.v[i] = static_cast<uint8_t>(p[i] & 15);
+    r.v[32 + i] = static_cast<uint8_t>(static_cast<uint8_t>(p[i]) >> 4);
+  }
+  return r;
+}
+inline constexpr int kLinesPerSum = kMaxHeadDim;
+static inline vs no_products() { return vs{}; }
+static inline vs add_products(vs sum, vb a, vb b) {
+  for (int i = 0; i < 64; ++i) sum.v[i / 4] += a.v[i] * static_cast<int8_t>(b.v[i]);
+  return sum;
+}
+static inline vf product_sums(vs sum) {
+  vf r;
+  for (int i = 0; i < 16; ++i) r.v[i] = static_cast<float>(sum.v[i]);
+  return r;
+}
+inline constexpr int kPagesAtOnce = 1;

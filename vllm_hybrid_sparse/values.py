@@ -27,13 +27,17 @@ _RATIO_SLACK_PAGES = 1e-9
 def summary_bytes(summary: str, head_dim: int, element_bytes: int, code_bits: int) -> int:
     """Bytes of the summary of one page of one KV head, a multiple of 16 elements.
 
-    key_codes, whatever the KV dtype: code_bits of every dimension of 16 keys, four bits a dimension of their mean, a
-    byte for each key, and two bf16 numbers; whole cache lines.
+    key_codes, whatever the KV dtype: code_bits of every dimension of 16 keys in whole cache lines, four bits a
+    dimension of their mean, a byte for each key, and two bf16 numbers; whole cache lines again.
     """
     if summary != "key_codes":
         return SUMMARY_VECTORS[summary] * head_dim * element_bytes
-    content = PAGE_TOKENS * head_dim * code_bits // 8 + head_dim // 2 + PAGE_TOKENS + 4
-    return -(-content // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
+    codes = _whole_lines(PAGE_TOKENS * head_dim * code_bits // 8)
+    return codes + _whole_lines(head_dim // 2 + PAGE_TOKENS + 4)
+
+
+def _whole_lines(size: int) -> int:
+    return -(-size // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

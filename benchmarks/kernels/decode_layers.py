@@ -19,7 +19,7 @@ DTYPE = torch.bfloat16
 BLOCK_TOKENS = 128
 RETAINED = RetainedSet()
 _CHECK_TOKENS = 2001  # the last page partly filled
-_TILE_ELEMENTS = 2**25
+_MADE_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +71,33 @@ class Shape:
 
 
 def make_arena(arena_bytes: int) -> Tensor:
-    """Return that many bytes of random bf16 numbers, backed the way the server backs its KV; [arena_bytes] uint8."""
-    generator = torch.Generator().manual_seed(0)
-    tile = torch.randn(_TILE_ELEMENTS, generator=generator).to(DTYPE).view(torch.uint8)
+    """Return that much memory, backed the way the server backs its KV; [arena_bytes] uint8."""
     arena = torch.empty(arena_bytes, dtype=torch.uint8)
     prefault(arena)
-    for start in range(0, arena_bytes, tile.numel()):
-        part = arena[start : start + tile.numel()]
-        part.copy_(tile[: part.numel()])
     return arena
+
+
+def fill_blocks(shape: Shape, blocks: Tensor, attention: NativeAttention) -> None:
+    """Store random keys and values in some blocks, with their summaries, and copies of them in the others.
+
+    blocks   [num_blocks, block_bytes] uint8
+    """
+    made = min(_MADE_BLOCKS, len(blocks))
+    tokens = made * BLOCK_TOKENS
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, generator=generator).to(DTYPE)
+    batch = NativeBatch.from_tensors(
+        query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
+        seq_lens=torch.tensor([tokens], dtype=torch.int32),
+        block_table=torch.arange(made, dtype=torch.int32)[None],
+        slot_mapping=torch.arange(tokens),
+        decode_mask=torch.tensor([False]),
+    )
+    query = torch.zeros(tokens, shape.kv_heads * shape.group, shape.head_dim, dtype=DTYPE)
+    attention.forward(query, key, value, blocks[:made], batch, shape.selection, RETAINED, torch.empty_like(query))
+    for start in range(made, len(blocks), made):
+        part = blocks[start : start + made]
+        part.copy_(blocks[: len(part)])
 
 
 def one_row_batch(tokens: int, block_ids: Tensor) -> NativeBatch:
@@ -142,11 +160,13 @@ def time_steps(
         arena[layer * num_blocks * shape.block_bytes :][: num_blocks * shape.block_bytes].view(num_blocks, -1)
         for layer in range(layers)
     ]
+    attention = shape.attention(pool, isa)
+    fill_blocks(shape, arena[: layers * num_blocks * shape.block_bytes].view(layers * num_blocks, -1), attention)
+    attention.reset_stats()
     generator = torch.Generator().manual_seed(2)
     batch = one_row_batch(tokens, torch.randperm(num_blocks, generator=generator))
     queries = torch.randn(layers, 1, shape.kv_heads * shape.group, shape.head_dim, generator=generator).to(DTYPE)
     output = torch.empty_like(queries[0])
-    attention = shape.attention(pool, isa)
     selection = native_selection(shape.selection, RETAINED)
 
     seconds: list[float] = []

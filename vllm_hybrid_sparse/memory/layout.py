@@ -8,8 +8,9 @@ summaries of all heads, and reads them in one piece.
     K part   bf16: [head_dim / 2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
     V part   bf16: [8 token pairs][head_dim][2 tokens]    f16, f32: [16 tokens][head_dim]
     summary  minmax: [max: head_dim][min: head_dim]       cuboid_mean: [centre: head_dim]
-             key_codes, whatever the dtype: [head_dim / 4][code_bits][16 tokens][4 dims] bits, [head_dim / 2] bytes with
-             the mean, [16 tokens] bytes, bf16 unit of these bytes, bf16 unit of the mean, zeros (kernels/key_codes)
+             key_codes, whatever the dtype: lines of [16 tokens][4 dims] bytes, each with 8 / code_bits such dims from
+             its lowest bits on, [head_dim / 2] bytes with the mean, [16 tokens] bytes, bf16 unit of these bytes, bf16
+             unit of the mean, zeros (kernels/key_codes)
 
 One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no sum across lanes. All
 elements, those of bounds and centres too, are of the KV dtype. Only the summary of a full page holds anything.

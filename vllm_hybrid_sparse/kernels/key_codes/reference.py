@@ -107,9 +107,11 @@ def estimate_weights(query: Tensor, codes: KeyCodes, scale: float) -> Tensor:
 def pack_codes(codes: KeyCodes) -> Tensor:
     """The bytes of each page's summary as they lie in memory (`memory/layout.py`); [pages, summary_bytes] uint8."""
     pages, _, head_dim = codes.codes.shape
-    groups = codes.codes.reshape(pages, PAGE_TOKENS, head_dim // 4, 4).transpose(1, 2)
-    planes = torch.stack([groups >> bit & 1 for bit in range(codes.bits)], dim=2).reshape(pages, -1, 8)
-    code_bytes = (planes.to(torch.int32) << torch.arange(8, dtype=torch.int32)).sum(dim=-1).to(torch.uint8)
+    fields = 8 // codes.bits  # dims in a byte
+    padded = torch.nn.functional.pad(codes.codes.to(torch.int32), (0, -head_dim % (4 * fields)))
+    by_line = padded.reshape(pages, PAGE_TOKENS, -1, fields, 4).permute(0, 2, 1, 4, 3)
+    shifts = codes.bits * torch.arange(fields, dtype=torch.int32)
+    code_bytes = (by_line << shifts).sum(dim=-1).to(torch.uint8).reshape(pages, -1)
     low, high = codes.mean.reshape(pages, -1, 2).unbind(dim=-1)
     units = torch.stack((codes.factor_unit, codes.mean_unit), dim=1).view(torch.uint8)
     parts = torch.cat((code_bytes, low | high << 4, codes.factors, units), dim=1)
