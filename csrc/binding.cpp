@@ -129,6 +129,9 @@ NB_MODULE(_native, m) {
         self.forward({at<char>(kv), block_stride, at<char>(query), query_stride, at<char>(key), key_stride,
                       at<char>(value), value_stride, at<char>(out), out_stride}, batch, selection);
       }, nb::call_guard<nb::gil_scoped_release>())
+      .def("summarize", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t blocks, int count) {
+        self.summarize(at<char>(kv), block_stride, at<int32_t>(blocks), count);
+      }, nb::call_guard<nb::gil_scoped_release>())
       .def("stats", &Engine::stats, nb::rv_policy::copy)
       .def("reset_stats", &Engine::reset_stats)
       .def("last_plan", &Engine::last_plan, "request"_a, "kv_head"_a);

@@ -231,9 +231,10 @@ static inline void code_tile(const ScoreArgs& args, const void* const* rows, con
 
   alignas(64) float mean_scores[kScoreRows * kScorePages] = {};
   mean_tile<Rows, Pages>(queries, args.head_dim, summaries + at.mean, bytes, mean_scores);
+  alignas(16) float steps[kScorePages] = {};
   vf weights[kScoreRows][kScorePages];
   for (int r = 0; r < kScoreRows; ++r)
-    for (int p = 0; p < kScorePages; ++p) weights[r][p] = zero();
+    for (int p = r < Rows ? Pages : 0; p < kScorePages; ++p) weights[r][p] = zero();
   constexpr int kAtOnce = Pages < kPagesAtOnce ? Pages : kPagesAtOnce;
   for (int p = 0; p < Pages; p += kAtOnce) {
     vf sums[Rows][kScorePages];
@@ -243,14 +244,16 @@ static inline void code_tile(const ScoreArgs& args, const void* const* rows, con
       uint16_t units[2];
       std::memcpy(units, page + at.units, sizeof(units));
       const vf factors = mul(load_bytes(page + at.factors), set1(bf16_to_float(units[0])));
-      const float step = bf16_to_float(units[1]);
+      steps[p + i] = bf16_to_float(units[1]);
       for (int r = 0; r < Rows; ++r) {
         const vf product = fma(sums[r][i], set1(queries[r]->a), set1(-kTop * queries[r]->sum));
         weights[r][p + i] = exp2_estimate(limit(mul(product, factors), kFarthestFromMean));
-        float& mean_score = mean_scores[r * kScorePages + p + i];
-        mean_score = step * (queries[r]->a * mean_score - kMeanLevels * queries[r]->sum);
       }
     }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    float* row = mean_scores + r * kScorePages;
+    for (int p = 0; p < kScorePages; ++p) row[p] = steps[p] * (queries[r]->a * row[p] - kMeanLevels * queries[r]->sum);
   }
   alignas(64) float mass[kScoreRows * kScorePages];
   store(mass, set1(1.0f));

@@ -65,16 +65,12 @@ void Engine::append(const LayerCall& call, const Batch& batch) {
       int count = 1;
       while (t + count < end && offset + count < kPageTokens && batch.slot_mapping[t + count] == slot + count) ++count;
       char* block = call.kv + slot / layout.block_tokens * call.block_stride;
-      const int64_t page = slot % layout.block_tokens / kPageTokens;
+      const int page = static_cast<int>(slot % layout.block_tokens / kPageTokens);
       char* target = block + head * layout.head_pages_bytes() + page * layout.page_bytes();
       const int64_t column = int64_t{head} * layout.head_dim;
       kernels_.write_page(target, offset, count, layout.head_dim, call.key + (t * call.key_stride + column) * bytes,
                           call.key_stride, call.value + (t * call.value_stride + column) * bytes, call.value_stride);
-      if (offset + count == kPageTokens) {
-        char* summary = block + geometry_.kv_heads * layout.head_pages_bytes() +
-                        head * layout.head_summaries_bytes() + page * layout.summary_bytes();
-        kernels_.summarize(target, summary, layout);
-      }
+      if (offset + count == kPageTokens) summarize_page(block, head, page);
       t += count;
     }
   };
@@ -94,6 +90,24 @@ void Engine::append(const LayerCall& call, const Batch& batch) {
   const int chunks = static_cast<int>(cuts.size()) - 1;
   pool_.for_each(chunks * geometry_.kv_heads,
                  [&](int i) { write(i / chunks, cuts[i % chunks], cuts[i % chunks + 1]); });
+}
+
+void Engine::summarize(char* kv, int64_t block_stride, const int32_t* blocks, int count) {
+  const Layout& layout = geometry_.layout;
+  pool_.session([&] {
+    pool_.for_each(count * geometry_.kv_heads, [&](int i) {
+      char* block = kv + blocks[i / geometry_.kv_heads] * block_stride;
+      const int head = i % geometry_.kv_heads;
+      for (int page = 0; page < layout.pages_per_block(); ++page) summarize_page(block, head, page);
+    });
+  });
+}
+
+void Engine::summarize_page(char* block, int head, int page) {
+  const Layout& layout = geometry_.layout;
+  char* summary = block + geometry_.kv_heads * layout.head_pages_bytes() + head * layout.head_summaries_bytes() +
+                  page * layout.summary_bytes();
+  kernels_.summarize(block + head * layout.head_pages_bytes() + page * layout.page_bytes(), summary, layout);
 }
 
 // Prefill: every row attends to all tokens up to its own.

@@ -86,6 +86,8 @@ class Engine {
   Engine(const Geometry& geometry, const Isa& isa, ThreadPool& pool);
 
   void forward(const LayerCall& call, const Batch& batch, const Selection& selection);
+  // Summarises every page of some blocks anew, for keys that something else has written.
+  void summarize(char* kv, int64_t block_stride, const int32_t* blocks, int count);
 
   const Isa& isa() const { return isa_; }
   const Geometry& geometry() const { return geometry_; }
@@ -144,6 +146,7 @@ class Engine {
   };
 
   void append(const LayerCall& call, const Batch& batch);
+  void summarize_page(char* block, int head, int page);
   void attend_exact(const LayerCall& call, const Batch& batch);
   void run_row_block(const LayerCall& call, const Batch& batch, const RowBlock& block, int split);
   void attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection);

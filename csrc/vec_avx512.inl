@@ -143,7 +143,11 @@ static inline vs add_products(vs sum, vb a, vb b) { return _mm512_dpbusd_epi32(s
 static inline vf product_sums(vs sum) { return _mm512_cvtepi32_ps(sum); }
 #else
 inline constexpr int kLinesPerSum = 8;  // sums of 16 bits hold 8 x 4 x 2 products of at most 3 x 127
-static inline vs add_products(vs sum, vb a, vb b) { return _mm512_add_epi16(sum, _mm512_maddubs_epi16(a, b)); }
+static inline vs add_products(vs sum, vb a, vb b) {
+  sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(a, b));
+  asm("" : "+v"(sum));  // here and now: GCC would gather the products first and run out of registers
+  return sum;
+}
 static inline vf product_sums(vs sum) { return _mm512_cvtepi32_ps(_mm512_madd_epi16(sum, _mm512_set1_epi16(1))); }
 #endif
 inline constexpr int kPagesAtOnce = 4;  // of a tile: 16 sums, 4 pages' bytes

@@ -5,6 +5,8 @@ import torch
 
 from tests.kernels.served_layer import Request, ServedLayer, Shape
 from tests.kernels.step_checks import check_step
+from vllm_hybrid_sparse.config import SUMMARIES
+from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.paged_attention.native import supported_isas
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
 from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
@@ -147,3 +149,23 @@ def test_a_shared_prefix_is_read_by_both_requests() -> None:
         assert check_step(layer, step) == []
     assert first.blocks[:8] == second.blocks[:8]
     assert first.blocks[8:] != second.blocks[8:]
+
+
+@pytest.mark.parametrize("summary", SUMMARIES)
+def test_summaries_of_keys_written_by_others_are_made_anew(summary: str) -> None:
+    layer = ServedLayer(Shape(summary=summary, num_threads=2), num_blocks=6)
+    rows = [layer.start(), layer.start()]
+    layer.step([(request, 3 * layer.shape.block_tokens) for request in rows])
+    before = layer.kv_cache.clone()
+    pages_bytes = layer.shape.num_kv_heads * layer.attention.layout.pages_per_block * layer.attention.layout.page_bytes
+    layer.kv_cache[:, pages_bytes:] = 0x5A
+    layer.attention.summarize(layer.kv_cache, torch.tensor(rows[0].blocks, dtype=torch.int32))
+    for request, made_anew in zip(rows, (True, False), strict=True):
+        assert torch.equal(layer.kv_cache[request.blocks], before[request.blocks]) == made_anew
+
+
+@pytest.mark.parametrize("blocks", [torch.tensor([6], dtype=torch.int32), torch.tensor([0])], ids=["beyond", "int64"])
+def test_blocks_to_summarise_must_exist(blocks: torch.Tensor) -> None:
+    layer = ServedLayer(Shape(), num_blocks=6)
+    with pytest.raises(KernelError, match="blocks="):
+        layer.attention.summarize(layer.kv_cache, blocks)

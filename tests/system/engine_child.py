@@ -9,6 +9,7 @@ import json
 import sys
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 
 from tests.system.engine_jobs import MARK
@@ -22,6 +23,20 @@ def causes(error: BaseException) -> str:
         texts.append(f"{type(cause).__name__}: {cause}")
         cause = cause.__cause__ or cause.__context__
     return "\n".join(texts)
+
+
+def full_blocks(worker: Any) -> dict[str, int]:
+    """Of the first layer's blocks with keys in their last page: how many, and how many with summaries of others."""
+    cache = worker.model_runner.kv_caches[0]
+    impl = next(iter(worker.model_runner.compilation_config.static_forward_context.values())).impl
+    layout = impl._attention.layout
+    stored = cache.view(torch.uint8).flatten(1)
+    last_page = stored[:, (layout.pages_per_block - 1) * layout.page_bytes : layout.pages_per_block * layout.page_bytes]
+    full = last_page.any(dim=1).nonzero().flatten().to(torch.int32)
+    anew = cache.clone()
+    impl._attention.summarize(anew, full)
+    stale = (anew.view(torch.uint8).flatten(1) != stored).any(dim=1)
+    return {"full": len(full), "stale": int(stale.sum())}
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +54,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         output = request.outputs[0]
         ranked = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in output.logprobs or []]
         answers.append({"token_ids": list(output.token_ids), "margins": [best[0] - best[1] for best in ranked]})
-    return {"name": job["name"], "answers": answers}
+    result = {"name": job["name"], "answers": answers}
+    if job.get("blocks"):
+        result["blocks"] = engine.collective_rpc(full_blocks)[0]
+    return result
 
 
 def main() -> None:

@@ -88,6 +88,8 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             )
         if attn_metadata is None:  # vLLM's profiling run
             return output.zero_()
+        if self._runtime.loaded_blocks is not None and self._appends:
+            self._attention.summarize(kv_cache, self._runtime.loaded_blocks)
         self._attention.forward(
             query,
             key if self._appends else None,

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -26,6 +27,7 @@ class HybridSparseCPUWorker(CPUWorker):
         """Allocate the KV memory, back it with real pages, and say once what the settings became."""
         super().initialize_from_config(kv_cache_config)
         self._runtime = host_runtime(settings_of(self.vllm_config))
+        self._connected = self.vllm_config.kv_transfer_config is not None
         self._interval_s = self._runtime.settings.log_interval_s
         self._next_report = time.monotonic() + self._interval_s
         started = time.monotonic()
@@ -39,10 +41,29 @@ class HybridSparseCPUWorker(CPUWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """One step; every log_interval_s with decoding in it, a line on how much of the cache was read."""
+        self._runtime.loaded_blocks = self._loaded_blocks(scheduler_output) if self._connected else None
         result = super().execute_model(scheduler_output)
         if self._interval_s and time.monotonic() >= self._next_report:
             self._report()
         return result
+
+    def _loaded_blocks(self, scheduler_output: Any) -> torch.Tensor | None:
+        """Cached blocks of the requests that begin or resume in this step: a KV connector may have loaded them.
+
+        Blocks that were cached here are among them; to summarise these again changes nothing.
+        """
+        cached = scheduler_output.scheduled_cached_reqs
+        begun = [(new.block_ids, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs]
+        begun += [
+            (block_ids, computed)
+            for req_id, block_ids, computed in zip(
+                cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+            )
+            if req_id in cached.resumed_req_ids and block_ids is not None
+        ]
+        block_tokens = self.vllm_config.cache_config.block_size
+        blocks = {block for block_ids, computed in begun for block in block_ids[0][: -(-computed // block_tokens)]}
+        return torch.tensor(sorted(blocks), dtype=torch.int32) if blocks else None
 
     def shutdown(self) -> None:
         """Report what the last interval left."""

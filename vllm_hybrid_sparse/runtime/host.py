@@ -31,6 +31,9 @@ class HostRuntime:
         if helpers == "auto":
             helpers = "openmp" if _native.openmp_is_loaded() else "own"
         self.pool = make_thread_pool(threads, helpers=helpers, cpus=helper_cpus(threads))
+        # Blocks of requests in the step under way that a KV connector may have written; the worker sets it, each layer
+        # summarises them before it attends.
+        self.loaded_blocks: torch.Tensor | None = None
         self._attention: dict[tuple[torch.dtype, int, int, int, int, float], NativeAttention] = {}
 
     def attention(

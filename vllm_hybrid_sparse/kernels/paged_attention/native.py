@@ -194,14 +194,9 @@ class NativeAttention:
             self._check_rows("value", value, self.num_kv_heads, tokens)
             key_address, key_stride = key.data_ptr(), key.stride(0)
             value_address, value_stride = value.data_ptr(), value.stride(0)
-        block_stride = kv_cache.stride(0) * kv_cache.element_size()
-        if block_stride < self._block_bytes:
-            raise KernelError(
-                f"kv_cache: a row of {block_stride} bytes is too short for a block of {self._block_bytes}"
-            )
         self._engine.forward(
             kv_cache.data_ptr(),
-            block_stride,
+            self._block_stride(kv_cache),
             query.data_ptr(),
             query.stride(0),
             key_address,
@@ -213,6 +208,28 @@ class NativeAttention:
             batch.native,
             selection,
         )
+
+    def summarize(self, kv_cache: Tensor, blocks: Tensor) -> None:
+        """Summarise the pages of some blocks anew, after something else than `forward` has written their keys.
+
+        kv_cache   as in `forward`
+        blocks     [blocks] int32, on the CPU; what it gives to pages that are not full is not used
+        """
+        if blocks.dtype != torch.int32 or blocks.dim() != 1 or not blocks.is_contiguous():
+            raise KernelError(f"blocks={blocks.dtype} of {blocks.dim()} dims: must be contiguous int32 of 1")
+        if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < len(kv_cache):
+            raise KernelError(
+                f"blocks={int(blocks.min())} to {int(blocks.max())}: must be within the {len(kv_cache)} there are"
+            )
+        self._engine.summarize(kv_cache.data_ptr(), self._block_stride(kv_cache), blocks.data_ptr(), blocks.numel())
+
+    def _block_stride(self, kv_cache: Tensor) -> int:
+        block_stride = kv_cache.stride(0) * kv_cache.element_size()
+        if block_stride < self._block_bytes:
+            raise KernelError(
+                f"kv_cache: a row of {block_stride} bytes is too short for a block of {self._block_bytes}"
+            )
+        return block_stride
 
     def _check_rows(self, name: str, tensor: Tensor, heads: int, tokens: int) -> None:
         shape = tensor.shape
