@@ -1,10 +1,11 @@
 """The laboratory's figures against counting by hand."""
 
+import dataclasses
 import itertools
 
 import torch
 
-from benchmarks.accuracy.kept_mass import KeptMass, oracle_pages, page_shares
+from benchmarks.accuracy.kept_mass import KeptMass, oracle_pages, page_shares, token_weights
 from vllm_hybrid_sparse.hf import DecodeStep
 from vllm_hybrid_sparse.values import RetainedSet
 
@@ -15,7 +16,7 @@ def make_step(tokens: int, plans: list[list[int]]) -> DecodeStep:
     generator = torch.Generator().manual_seed(tokens)
     keys = torch.randn(2, tokens, 16, generator=generator)
     query = 3 * torch.randn(6, 16, generator=generator)
-    return DecodeStep(0, query, keys, keys, 0.25, plans)
+    return DecodeStep(0, query, keys, keys, 0.25, plans, torch.zeros(6, 16))
 
 
 def test_shares_are_those_of_the_softmax() -> None:
@@ -58,3 +59,36 @@ def test_the_head_that_kept_least_counts() -> None:
     summary = record.summary()
     assert summary["pages_read"] == 0.7
     assert summary["kept_worst"] == record.kept[0]
+
+
+def test_means_by_layer_and_head_are_those_of_the_records() -> None:
+    record = KeptMass(RETAINED, 0.95)
+    steps = [(0, make_step(130, [[2, 4], [1]])), (1, make_step(131, [[], [3]])), (1, make_step(132, [[5], [1, 2]]))]
+    for layer, step in steps:
+        record.watch(dataclasses.replace(step, layer=layer))
+    heads = record.by_head()
+    assert heads["pages_read"] == [[0.4, 0.2], [0.1, 0.3]]
+    expected = [record.kept[:2], [(record.kept[2] + record.kept[4]) / 2, (record.kept[3] + record.kept[5]) / 2]]
+    torch.testing.assert_close(torch.tensor(heads["kept"]), torch.tensor(expected), atol=1e-5, rtol=0)
+
+
+def test_the_output_error_is_relative_to_the_longest_output_of_the_layer() -> None:
+    step = make_step(100, [[1], [1]])
+    values = step.values
+    weights = token_weights(step.query, step.keys, step.scale)
+    true = (weights @ values).reshape(6, 16)
+    wrong = true.clone()
+    wrong[4] += 0.5
+    record = KeptMass(RETAINED, 0.95)
+    record.watch(dataclasses.replace(step, output=wrong))
+    norms = [float(sum(value**2 for value in row.tolist()) ** 0.5) for row in true]
+    assert abs(record.error[0]) < 1e-6
+    assert abs(record.error[1] - 0.5 * 16**0.5 / max(norms)) < 1e-5
+
+
+def test_a_group_reads_until_all_its_heads_have_enough() -> None:
+    candidates = torch.tensor([[[0.4, 0.1, 0.0], [0.0, 0.2, 0.3]], [[0.1, 0.1, 0.1], [0.1, 0.1, 0.1]]])
+    retained = 1 - candidates.sum(dim=-1)
+    assert oracle_pages(candidates, retained, 0.85).tolist() == [3, 2]  # order 0, 2, 1: head 1 has 0.8 after two
+    assert oracle_pages(candidates, retained, 0.75).tolist() == [2, 1]
+    assert oracle_pages(candidates[..., :0], torch.ones(2, 2), 0.9).tolist() == [0, 0]

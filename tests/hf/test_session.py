@@ -1,11 +1,13 @@
 """Transformers models answer as before where our attention is exact, and read less where it is not."""
 
+import copy
+
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
-from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.errors import ConfigError, KernelError
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
 
 PROMPT_TOKENS, NEW_TOKENS = 700, 8
@@ -86,3 +88,56 @@ def test_what_cannot_be_served_is_refused() -> None:
     model.set_attn_implementation("hybrid_sparse")
     with pytest.raises(ConfigError, match="enter a SparseSession"):
         model(prompt())
+
+
+@pytest.mark.parametrize("summary", ["minmax", "cuboid_mean", "key_codes"])
+@pytest.mark.parametrize("tokens", [1, 2, 127, 128, 129, 130, 511, 512, 513])
+def test_an_adopted_cache_is_decoded_as_if_prefilled_here(summary: str, tokens: int) -> None:
+    model, ids = tiny_llama(), prompt()[:, : tokens + 1]
+    settings = HybridSparseConfig(policy="topk", topk_pages=2, summary=summary, window_tokens=64)
+    results = []
+    for adopts in (False, True):
+        cache, seen = DynamicCache(), list[DecodeStep]()
+        if adopts:
+            with SparseSession(model, HybridSparseConfig(policy="dense"), max_tokens=512 + 1):
+                model(ids[:, :-1], past_key_values=cache)
+        with SparseSession(model, settings, max_tokens=512 + 2, watch=seen.append) as session:
+            if adopts:
+                session.adopt()
+            else:
+                model(ids[:, :-1], past_key_values=cache)
+                session.take_stats()
+            seen.clear()
+            logits = model(ids[:, -1:], past_key_values=cache).logits
+            results.append((logits, [step.plans for step in seen], session.take_stats()))
+    (logits, plans, stats), (adopted_logits, adopted_plans, adopted_stats) = results
+    torch.testing.assert_close(adopted_logits, logits)
+    assert adopted_plans == plans
+    if tokens > 1:  # a whole prompt of one token is a decode row and counted as one
+        assert adopted_stats == stats
+
+
+@torch.inference_mode()
+def test_a_cropped_cache_can_be_decoded_from_again() -> None:
+    model, ids = tiny_llama(), prompt()
+    settings = HybridSparseConfig(policy="topk", topk_pages=2, window_tokens=64)
+    with SparseSession(model, settings, max_tokens=1024) as session:
+        cache = DynamicCache()
+        model(ids[:, :650], past_key_values=cache)
+        first = [model(ids[:, place : place + 1], past_key_values=cache).logits for place in range(650, 690)]
+        cache.crop(-40)
+        with pytest.raises(KernelError, match="690 are stored"):
+            model(ids[:, 650:651], past_key_values=copy.deepcopy(cache))
+        session.adopt()
+        again = [model(ids[:, place : place + 1], past_key_values=cache).logits for place in range(650, 690)]
+    torch.testing.assert_close(torch.cat(again), torch.cat(first))
+
+
+def test_what_a_watcher_sees_put_out_is_the_attention_over_what_was_read() -> None:
+    model, seen = tiny_llama(), list[DecodeStep]()
+    with SparseSession(model, HybridSparseConfig(policy="dense"), max_tokens=1024, watch=seen.append):
+        answer(model, prompt())
+    step = seen[4]
+    keys, values = (part.repeat_interleave(3, dim=0) for part in (step.keys, step.values))
+    weights = (step.scale * torch.einsum("hd,htd->ht", step.query, keys)).softmax(dim=-1)
+    torch.testing.assert_close(step.output, torch.einsum("ht,htd->hd", weights, values))

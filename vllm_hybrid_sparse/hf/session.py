@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
+from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 
 IMPLEMENTATION = "hybrid_sparse"
@@ -37,6 +38,7 @@ class DecodeStep:
     values: Tensor  # likewise
     scale: float
     plans: list[list[int]]  # [kv_heads] candidate pages read, in the order of reading
+    output: Tensor  # [q_heads, head_dim], what the model was given
 
 
 @dataclass(slots=True)
@@ -46,10 +48,11 @@ class _Layer:
     attention: NativeAttention
     kv_cache: Tensor  # [blocks, kv_heads * head_block_bytes] uint8
     tokens: int = 0
+    adoption: int = 0  # the session's, when `tokens` was last true
 
 
 class SparseSession:
-    """While entered, the model's attention is ours. A prefill begins a new sequence.
+    """While entered, the model's attention is ours. A prefill begins a new sequence, and so does `adopt`.
 
     max_tokens   the longest sequence; its memory is taken layer by layer at the first call
     watch        called after every decode row of every layer
@@ -80,6 +83,7 @@ class SparseSession:
         self._layers: dict[int, _Layer] = {}
         self._block_table = torch.arange(self._blocks, dtype=torch.int32)[None]
         self._before = ""
+        self._adoption = 0
 
     def __enter__(self) -> Self:
         if SparseSession._current is not None:
@@ -97,6 +101,18 @@ class SparseSession:
         SparseSession._current = None
         self._model.set_attn_implementation(self._before)
 
+    def adopt(self) -> None:
+        """Take the sequence over from the cache of the model's next call, whoever computed it.
+
+        What that cache holds of earlier tokens is stored again, without attending, so one prefill serves sessions of
+        any settings, and a cache that was cropped may be decoded from again.
+        """
+        self._adoption += 1
+
+    def take_stats(self) -> DecodeStats:
+        """What was decoded since the last call."""
+        return self.runtime.take_stats()
+
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Append what is new of one layer's keys and values, and attend.
 
@@ -110,6 +126,9 @@ class SparseSession:
         layer = self._layer(index, query, key, scale)
         if total == new:
             layer.tokens = 0
+        elif layer.adoption != self._adoption:
+            self._store(layer, key[:, : total - new], value[:, : total - new], query.shape[0])
+        layer.adoption = self._adoption
         if layer.tokens != total - new:
             raise KernelError(
                 f"layer {index}: {new} tokens follow {total - new}, but {layer.tokens} are stored; begin with a prefill"
@@ -136,8 +155,35 @@ class SparseSession:
         layer.tokens = total
         if self._watch and new == 1:
             plans = [layer.attention.last_plan(0, head) for head in range(key.shape[0])]
-            self._watch(DecodeStep(index, query[:, 0], key, value, scale, plans))
+            self._watch(DecodeStep(index, query[:, 0], key, value, scale, plans, output[0]))
         return output
+
+    def _store(self, layer: _Layer, key: Tensor, value: Tensor, q_heads: int) -> None:
+        """Make `key` and `value` all that the layer holds.
+
+        key, value   [kv_heads, tokens, head_dim]
+
+        The kernel stores what it attends to, so each block is given to it as a request of its own with queries of zero:
+        that attends within blocks only, and the result is dropped. A last block of one token goes with the one before,
+        since single rows are decode rows, which are counted.
+        """
+        tokens = key.shape[1]
+        starts = torch.arange(0, max(1, tokens - 1), _BLOCK_TOKENS, dtype=torch.int32)
+        bounds = torch.cat((starts, torch.tensor([tokens], dtype=torch.int32)))
+        block = starts // _BLOCK_TOKENS
+        batch = NativeBatch.from_tensors(
+            bounds,
+            bounds.diff(),
+            torch.stack((block, block + 1), dim=1),
+            torch.arange(tokens),
+            torch.zeros(len(starts)),
+        )
+        query = torch.zeros(tokens, q_heads, key.shape[2], dtype=key.dtype)
+        new_key, new_value = (part.transpose(0, 1).contiguous() for part in (key, value))
+        layer.attention.forward(
+            query, new_key, new_value, layer.kv_cache, batch, self.runtime.selection, None, torch.empty_like(query)
+        )
+        layer.tokens = tokens
 
     def _layer(self, index: int, query: Tensor, key: Tensor, scale: float) -> _Layer:
         if index not in self._layers:

@@ -1,0 +1,99 @@
+"""One dense prefill, and answers decoded from it by as many selections as wanted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks.accuracy.kept_mass import KeptMass
+from benchmarks.accuracy.roomy_cache import roomy_cache
+from benchmarks.accuracy.selections import FULL, PROMISE, Decoding, open_decoding, retained_of
+from vllm_hybrid_sparse.metrics import DecodeStats
+
+
+class Prefill:
+    """The keys and values of a text but for its last token, which is decoded: each selection sees it itself."""
+
+    def __init__(self, model: PreTrainedModel, token_ids: Tensor, *, new_tokens: int) -> None:
+        """Compute them by exact attention of the shipped kernels.
+
+        token_ids    [tokens] int64, at least two
+        new_tokens   room for what is decoded
+        """
+        self.model = model
+        self.last_token = int(token_ids[-1])
+        self.tokens = len(token_ids) - 1
+        self.max_tokens = self.tokens + 1 + new_tokens
+        self._cache = roomy_cache(model.config.num_hidden_layers, self.max_tokens)
+        with open_decoding(model, FULL, max_tokens=self.max_tokens), torch.inference_mode():
+            model(token_ids[None, :-1], past_key_values=self._cache, logits_to_keep=1)
+
+    def rewind(self, decoding: Decoding, fed: int = 0) -> None:
+        """Forget all but the prefill and the first `fed` tokens fed since; `decoding` goes on from there."""
+        excess = self._cache.get_seq_length() - self.tokens - fed
+        if excess > 0:
+            self._cache.crop(-excess)
+        decoding.adopt()
+
+    @torch.inference_mode()
+    def feed(self, token: int) -> Tensor:
+        """One decode step: logits [vocabulary] after that token."""
+        logits: Tensor = self.model(torch.tensor([[token]]), past_key_values=self._cache).logits[0, -1].float()
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a selection answered, and how far it went along with full attention's answer."""
+
+    token_ids: list[int]  # decoded greedily, an end-of-sequence token included
+    along: list[int]  # the most likely token at every place of full attention's answer, that answer fed
+    stats: DecodeStats  # of the steps along that answer
+    record: KeptMass  # likewise
+
+    def agreement(self, full: Sequence[int]) -> dict[str, float]:
+        """Shares of full attention's answer: said the same when fed it, and before the first difference."""
+        same = [ours == theirs for ours, theirs in zip(self.along, full, strict=True)]
+        before = same.index(False) if False in same else len(same)
+        return {
+            "top1_agreement": sum(same) / len(same),
+            "equal_before_difference": before / len(same),
+            "exactly_equal": float(before == len(same)),
+        }
+
+
+def answer(prefill: Prefill, selection: str, full: Sequence[int] | None, limit: int, stops: set[int]) -> Answer:
+    """Answer greedily, in at most `limit` tokens, an end of sequence (`stops`) the last.
+
+    full   full attention's answer, which is followed first: up to the first difference both ways of decoding are one.
+           None: this is full attention
+    """
+    record = KeptMass(retained_of(selection), PROMISE)
+    watching = open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens, watch=record.watch)
+    with watching as decoding:
+        prefill.rewind(decoding)
+        along: list[int] = []
+        fed = prefill.last_token
+        while len(along) < (limit if full is None else len(full)):
+            along.append(int(prefill.feed(fed).argmax()))
+            fed = along[-1] if full is None else full[len(along) - 1]
+            if full is None and fed in stops:
+                break
+        stats = decoding.take_stats()
+    own = _until_difference(along, full or along)
+    if own != list(full or along) and own[-1] not in stops and len(own) < limit:
+        with open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens) as decoding:
+            prefill.rewind(decoding, fed=len(own))
+            while len(own) < limit and own[-1] not in stops:
+                own.append(int(prefill.feed(own[-1]).argmax()))
+    return Answer(own, along, stats, record)
+
+
+def _until_difference(ours: list[int], theirs: Sequence[int]) -> list[int]:
+    """Ours up to and with the first token that is not theirs."""
+    for place, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        if our != their:
+            return ours[: place + 1]
+    return list(ours)

@@ -1,0 +1,149 @@
+"""Plots of rows that `tasks` and `perplexity` have written: their results, or their `--out` files.
+
+    python -m benchmarks.accuracy.plots FILE... --out DIR
+
+Accuracy against KV bytes read, kept mass by layer and KV head, and maps of the pages read; a figure of each a length.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.accuracy.rows import read_rows
+from benchmarks.accuracy.selections import FULL
+from benchmarks.accuracy.summaries import PERPLEXITY, summarise
+
+Summary = dict[str, Any]
+Curve = list[tuple[str, float, float, str]]
+"""Selection, KV bytes read, what it reached, and what it runs on."""
+
+
+def load(paths: Sequence[Path]) -> list[Summary]:
+    """Summaries of all files; rows of single prompts or windows (`.jsonl`) are summed up, all files' together."""
+    summaries: list[Summary] = []
+    singles: list[Any] = []
+    for path in paths:
+        if path.suffix == ".jsonl":
+            singles += read_rows(path)
+            continue
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = content["rows"]
+        if isinstance(rows, dict):  # perplexity, by selection; earlier results say no more of a row than its name
+            tokens = int(content["size"].split("-")[0])
+            known = {"measure": PERPLEXITY, "tokens": tokens, "runs_on": "shipped"}
+            rows = [known | {"selection": name} | row for name, row in rows.items()]
+        summaries += rows
+    return summaries + summarise(singles)
+
+
+def curve(summaries: Sequence[Summary], column: str) -> Curve:
+    """Points of one measure and length; perplexity as a ratio to full attention's, which must be among them."""
+    points = []
+    scale = 1.0
+    if column == PERPLEXITY:
+        full = [row[PERPLEXITY] for row in summaries if row["selection"] == FULL]
+        if not full:
+            raise ValueError(f"selection={FULL}: must be among the rows, perplexity is shown against it")
+        scale = 1 / full[0]
+    for row in summaries:
+        if column in row:
+            points.append((row["selection"], row["bytes_read"], scale * row[column], row["runs_on"]))
+    return points
+
+
+def draw_curve(axes: Axes, points: Curve, label: str) -> None:
+    """What was reached against the KV bytes read: hollow where the reference ran."""
+    for selection, read, reached, runs_on in points:
+        colour = "tab:blue" if runs_on == "shipped" else "white"
+        axes.scatter([100 * read], [reached], color=colour, edgecolor="tab:blue" if runs_on == "shipped" else "tab:red")
+        axes.annotate(selection, (100 * read, reached), textcoords="offset points", xytext=(4, 3), fontsize=7)
+    axes.set_xlabel("KV bytes read, % (summaries included; hollow: reference, not the shipped kernels)")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
+
+
+def accuracy_figures(summaries: Sequence[Summary]) -> dict[str, Figure]:
+    """A figure for each measure and length: perplexity, or score and agreement, against KV bytes read."""
+    figures: dict[str, Figure] = {}
+    for measure, tokens in dict.fromkeys((row["measure"], row["tokens"]) for row in summaries):
+        group = [row for row in summaries if (row["measure"], row["tokens"]) == (measure, tokens)]
+        columns = {PERPLEXITY: "perplexity, × full attention's"}
+        if measure != PERPLEXITY:
+            columns = {"score": "mean score, 0 to 1", "top1_agreement": "top-1 agreement with full attention's answer"}
+        figure, panels = plt.subplots(
+            1, len(columns), figsize=(6.5 * len(columns), 4.5), squeeze=False, layout="constrained"
+        )
+        for axes, (column, label) in zip(panels[0], columns.items(), strict=True):
+            draw_curve(axes, curve(group, column), label)
+        figure.suptitle(f"{measure}, {tokens} tokens")
+        figures[f"accuracy-{measure}-{tokens}"] = figure
+    return figures
+
+
+def head_figures(summaries: Sequence[Summary]) -> dict[str, Figure]:
+    """Of each measure and length: kept mass by layer with a point a KV head, and maps of pages read."""
+    figures: dict[str, Figure] = {}
+    for measure, tokens in dict.fromkeys((row["measure"], row["tokens"]) for row in summaries):
+        group = [
+            row
+            for row in summaries
+            if (row["measure"], row["tokens"]) == (measure, tokens) and "by_head" in row and row["selection"] != FULL
+        ]
+        if not group:
+            continue
+        kept, panels = plt.subplots(
+            len(group), 1, figsize=(7, 1.6 * len(group) + 0.8), squeeze=False, sharex=True, layout="constrained"
+        )
+        for axes, row in zip(panels[:, 0], group, strict=True):
+            values = np.array(row["by_head"]["kept"])  # [layers, KV heads]
+            for head in range(values.shape[1]):
+                axes.plot(values[:, head], "o", markersize=3, label=f"KV head {head}")
+            axes.plot(values.mean(axis=1), color="black", linewidth=0.8, label="mean")
+            axes.set(ylim=(0, 1.03), ylabel="kept mass", title=f"{row['selection']} ({row['runs_on']})")
+        panels[0, 0].legend(fontsize=6, ncols=4)
+        panels[-1, 0].set_xlabel("layer")
+        maps, panels = plt.subplots(
+            1, len(group), figsize=(1.5 * len(group) + 1.5, 6), squeeze=False, sharey=True, layout="constrained"
+        )
+        for axes, row in zip(panels[0], group, strict=True):
+            image = axes.imshow(row["by_head"]["pages_read"], vmin=0, vmax=1, aspect="auto", cmap="viridis")
+            axes.set_title(row["selection"], fontsize=8)
+            axes.set_xlabel("KV head")
+        panels[0, 0].set_ylabel("layer")
+        maps.colorbar(image, ax=list(panels[0]), label="share of the candidate pages read")
+        kept.suptitle(f"{measure}, {tokens} tokens")
+        figures |= {f"kept-mass-{measure}-{tokens}": kept, f"pages-read-{measure}-{tokens}": maps}
+    return figures
+
+
+def main(arguments: list[str] | None = None) -> list[Path]:
+    """Write the plots as PNG files, and return their paths."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results (JSON) or rows (JSONL)")
+    parser.add_argument("--out", required=True, type=Path, help="folder")
+    options = parser.parse_args(arguments)
+    summaries = load(options.files)
+    options.out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, figure in (accuracy_figures(summaries) | head_figures(summaries)).items():
+        path = options.out / f"{name.replace(' ', '-')}.png"
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+        print(path)
+        written.append(path)
+    return written
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Decode attention over exactly the pages that a rule chooses, in plain torch: the reference, not the shipped kernels.
+
+It bounds what a selection can reach: an oracle sees the true weights, chance sees nothing. Rows measured with it say
+`reference`. Bytes are those of the pages alone, since no summary is read.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from benchmarks.accuracy.kept_mass import by_page, oracle_order, oracle_pages, token_weights
+from vllm_hybrid_sparse.hf import DecodeStep
+from vllm_hybrid_sparse.metrics import DecodeStats
+from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SelectionSpec
+
+IMPLEMENTATION = "hybrid_sparse_reference"
+_RETAINED = RetainedSet()  # that of the shipped settings' defaults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageRule:
+    """How pages are chosen; give `ratio` or `promise`."""
+
+    order: str  # oracle: by the largest true share of any head of the group; random: by chance
+    ratio: float | None = None  # share of the candidates, rounded up
+    promise: float | None = None  # oracle: as many as every head needs to keep this share of its weight
+    retained: RetainedSet = _RETAINED
+
+    def __post_init__(self) -> None:
+        if self.order not in ("oracle", "random"):
+            raise ValueError(f"order={self.order}: must be oracle or random")
+        if (self.ratio is None) == (self.promise is None):
+            raise ValueError(f"ratio={self.ratio}, promise={self.promise}: give one of them")
+        if self.order == "random" and self.promise is not None:
+            raise ValueError(f"promise={self.promise}: chance keeps none")
+
+    def choose(self, shares: Tensor, tokens: int, layer: int) -> list[list[int]]:
+        """The candidate pages read by each group, in order.
+
+        shares   [kv_heads, group, pages]   true weights
+        """
+        first, end = self.retained.candidate_range(tokens)
+        candidates = shares[..., first:end]
+        heads = range(shares.shape[0])
+        if self.promise is not None:
+            counts = oracle_pages(candidates, 1.0 - candidates.sum(dim=-1), self.promise).tolist()
+        else:
+            assert self.ratio is not None
+            counts = [SelectionSpec(budget_ratio=self.ratio).budget_pages(end - first) for _ in heads]
+        if self.order == "random":
+            rng = random.Random(f"{layer} {tokens}")
+            return [rng.sample(range(first, end), counts[head]) for head in heads]
+        order = oracle_order(candidates) + first
+        return [order[head, : counts[head]].tolist() for head in heads]
+
+
+class ReferenceSession:
+    """While entered, decode rows of the model read what `rule` chooses; rows of a prefill attend to all before them.
+
+    Keys and values come with each call, so nothing is kept between calls and any cache may be decoded from.
+    """
+
+    _current: "ReferenceSession | None" = None
+
+    def __init__(
+        self, model: PreTrainedModel, rule: PageRule, *, watch: Callable[[DecodeStep], None] | None = None
+    ) -> None:
+        self._model = model
+        self._rule = rule
+        self._watch = watch
+        self._before = ""
+        self._stats = DecodeStats()
+
+    def __enter__(self) -> Self:
+        if ReferenceSession._current is not None:
+            raise ValueError("ReferenceSession: another one is entered; one at a time")
+        self._before = self._model.config._attn_implementation
+        AttentionInterface.register(IMPLEMENTATION, _attend)
+        AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+        self._model.set_attn_implementation(IMPLEMENTATION)
+        ReferenceSession._current = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ReferenceSession._current = None
+        self._model.set_attn_implementation(self._before)
+
+    def adopt(self) -> None:
+        """As of a SparseSession; here every call does."""
+
+    def take_stats(self) -> DecodeStats:
+        """What was decoded since the last call."""
+        stats, self._stats = self._stats, DecodeStats()
+        return stats
+
+    def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attend with one token: query [q_heads, head_dim], key and value [kv_heads, tokens, head_dim]."""
+        tokens = key.shape[1]
+        weights = token_weights(query, key, scale)
+        plans = self._rule.choose(by_page(weights), tokens, layer)
+        retained = self._rule.retained.retained_pages(tokens)
+        page_of = torch.arange(tokens) // PAGE_TOKENS
+        read = torch.stack([torch.isin(page_of, torch.tensor([*retained, *plan])) for plan in plans])
+        kept = weights * read[:, None]
+        output = (kept / kept.sum(dim=-1, keepdim=True)) @ value.float()
+        output = output.reshape(query.shape).to(query.dtype)
+        page_bytes = 2 * PAGE_TOKENS * key.shape[2] * key.element_size()
+        pages_read = sum(len(plan) + len(retained) for plan in plans)
+        pages_total = key.shape[0] * -(-tokens // PAGE_TOKENS)
+        self._stats += DecodeStats(
+            pages_total=pages_total,
+            pages_read=pages_read,
+            total_bytes=pages_total * page_bytes,
+            read_bytes=pages_read * page_bytes,
+        )
+        if self._watch:
+            self._watch(DecodeStep(layer, query, key, value, scale, plans, output))
+        return output
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention as Transformers calls it: [batch, heads, tokens, head_dim], the query's tokens the new ones."""
+    session = ReferenceSession._current
+    if session is None or query.shape[0] != 1:
+        raise ValueError(f"attn_implementation={IMPLEMENTATION}: one sequence, within a ReferenceSession")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    new, total = query.shape[2], key.shape[2]
+    if new == 1:
+        return session.decode(module.layer_idx, query[0, :, 0], key[0], value[0], scale)[None, None], None
+    past = torch.ones(new, total, dtype=torch.bool).tril(diagonal=total - new)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=past, scale=scale, enable_gqa=True
+    )
+    return output.transpose(1, 2), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """No mask is built: one unpadded sequence is causal."""

@@ -1,0 +1,91 @@
+"""Rows of single prompts or windows, summed up by measure, length and selection."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks.accuracy.ruler import TASKS
+from benchmarks.report import markdown_table
+
+RULER, PERPLEXITY = "RULER-like", "perplexity"
+
+_SHOWN = {  # of a summary: headings of the table
+    "score": "score",
+    "top1_agreement": "top-1 agreement",
+    "equal_before_difference": "equal before difference",
+    "exactly_equal": "equal",
+    "bytes_read": "KV bytes read",
+    "kept_mean": "kept, mean",
+    "kept_at_least_0.95": "kept ≥ 0.95",
+    "output_error_mean": "output error",
+}
+
+
+def measure_of(identity: Mapping[str, Any]) -> str:
+    """What a row is summed up under: all RULER-like tasks together, each file of documents, perplexity."""
+    return RULER if identity["task"] in TASKS else str(identity["task"])
+
+
+def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each measure, length, selection and model, in the order of the first of its rows.
+
+    Means are over the samples of a task, then over the tasks, so that every task counts the same; `kept_worst` is the
+    worst of all, `perplexity` the exponential of the mean `loss`, `tasks` the score of each task.
+    """
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        identity = row["identity"]
+        groups[
+            measure_of(identity),
+            identity["tokens"],
+            identity["selection"],
+            identity["runs_on"],
+            identity["model"],
+            identity["dtype"],
+        ].append(row)
+    names = ("measure", "tokens", "selection", "runs_on", "model", "dtype")
+    return [dict(zip(names, group, strict=True)) | _means(members) for group, members in groups.items()]
+
+
+def _means(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+    by_task: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        by_task[row["identity"]["task"]].append(row)
+    numbers = [
+        name for name, value in rows[0].items() if isinstance(value, (int, float)) and all(name in row for row in rows)
+    ]
+    means: dict[str, Any] = {
+        name: float(np.mean([np.mean([row[name] for row in members]) for members in by_task.values()]))
+        for name in numbers
+    }
+    if "kept_worst" in means:
+        means["kept_worst"] = min(row["kept_worst"] for row in rows)
+    if "loss" in means:
+        means["perplexity"] = math.exp(means.pop("loss"))
+    if "score" in means:
+        means["tasks"] = {task: float(np.mean([row["score"] for row in members])) for task, members in by_task.items()}
+    heads = [row["by_head"] for row in rows if row.get("by_head")]
+    if heads:
+        means["by_head"] = {
+            name: np.mean([head[name] for head in heads], axis=0).round(4).tolist() for name in heads[0]
+        }
+    return {"prompts": len(rows), "commits": sorted({str(row["commit"]) for row in rows}), **means}
+
+
+def table(summaries: list[dict[str, Any]]) -> str:
+    """The task summaries as Markdown."""
+    lines = [
+        [
+            row["measure"],
+            str(row["tokens"]),
+            row["selection"],
+            row["runs_on"],
+            str(row["prompts"]),
+            *(f"{row[name]:.1%}" if name in row else "" for name in _SHOWN),
+        ]
+        for row in summaries
+    ]
+    return markdown_table(["measure", "tokens", "selection", "runs on", "prompts", *_SHOWN.values()], lines)

@@ -1,0 +1,89 @@
+"""Means over rows, and what is plotted of them, by hand."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.accuracy.plots import accuracy_figures, curve, head_figures, load
+from benchmarks.accuracy.summaries import summarise, table
+
+
+def row(task: str, selection: str, **measured: Any) -> dict[str, Any]:
+    identity = {"task": task, "tokens": 1024, "selection": selection, "runs_on": "shipped", "model": "m", "dtype": "d"}
+    return {"commit": "abc", "identity": identity, **measured}
+
+
+ROWS = [
+    row("vt", "full", score=1.0, bytes_read=1.0, kept_worst=0.9, by_head={"kept": [[1.0, 0.5]]}),
+    row("vt", "full", score=0.0, bytes_read=1.0, kept_worst=0.4, by_head={"kept": [[0.5, 0.5]]}),
+    row("qa_1", "full", score=1.0, bytes_read=0.4, kept_worst=0.8, by_head={"kept": [[0.0, 0.5]]}),
+    row("reports", "full", score=0.25, bytes_read=1.0),
+]
+
+
+def test_every_task_counts_the_same_however_many_samples_it_has() -> None:
+    ruler, reports = summarise(ROWS)
+    assert (ruler["measure"], ruler["tokens"], ruler["selection"], ruler["prompts"]) == ("RULER-like", 1024, "full", 3)
+    assert ruler["score"] == 0.75
+    assert abs(ruler["bytes_read"] - 0.7) < 1e-12
+    assert ruler["kept_worst"] == 0.4
+    assert ruler["tasks"] == {"vt": 0.5, "qa_1": 1.0}
+    assert ruler["by_head"] == {"kept": [[0.5, 0.5]]}
+    assert ruler["commits"] == ["abc"]
+    assert (reports["measure"], reports["score"]) == ("reports", 0.25)
+    assert "by_head" not in reports
+    assert "75.0%" in table([ruler])
+
+
+def perplexity_rows() -> list[dict[str, Any]]:
+    return [
+        row("perplexity", "full", loss=2.0, bytes_read=1.0),
+        row("perplexity", "full", loss=4.0, bytes_read=1.0),
+        row("perplexity", "quest-2%", loss=3.5, bytes_read=0.1),
+    ]
+
+
+def test_perplexity_is_of_the_mean_loss_and_plotted_against_full_attentions() -> None:
+    summaries = summarise(perplexity_rows())
+    assert summaries[0]["perplexity"] == math.exp(3.0)
+    points = curve(summaries, "perplexity")
+    assert [point[:2] for point in points] == [("full", 1.0), ("quest-2%", 0.1)]
+    assert points[0][2] == 1.0
+    assert abs(points[1][2] - math.exp(0.5)) < 1e-12
+    with pytest.raises(ValueError, match="selection=full"):
+        curve(summaries[1:], "perplexity")
+
+
+def test_rows_and_results_are_both_read(tmp_path: Path) -> None:
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps(one) + "\n" for one in perplexity_rows()), encoding="utf-8")
+    tasks = tmp_path / "tasks-1.json"
+    tasks.write_text(json.dumps({"commit": "abc", "rows": summarise(ROWS)}), encoding="utf-8")
+    earlier = tmp_path / "perplexity-1.json"
+    rows = {"full": {"perplexity": 12.0, "bytes_read": 1.0}, "quest-2%": {"perplexity": 15.0, "bytes_read": 0.2}}
+    earlier.write_text(json.dumps({"size": "4096-256", "rows": rows}), encoding="utf-8")
+    found = load([lines, tasks, earlier])
+    kinds = [(one["measure"], one["tokens"], one["selection"]) for one in found]
+    assert kinds == [
+        ("RULER-like", 1024, "full"), ("reports", 1024, "full"),
+        ("perplexity", 4096, "full"), ("perplexity", 4096, "quest-2%"),
+        ("perplexity", 1024, "full"), ("perplexity", 1024, "quest-2%"),
+    ]  # fmt: skip
+    assert curve(found[2:4], "perplexity")[1] == ("quest-2%", 0.2, 1.25, "shipped")
+
+
+def test_there_is_a_figure_for_what_was_measured_and_none_for_what_was_not() -> None:
+    heads = {"kept": [[0.5, 0.25]], "pages_read": [[0.1, 0.2]], "output_error": [[0.0, 0.1]]}
+    agreed = {"score": 0.5, "top1_agreement": 0.5, "bytes_read": 0.5}
+    summaries = summarise([row("vt", "quest-2%", **agreed, by_head=heads), *perplexity_rows()])
+    accuracy = accuracy_figures(summaries)
+    assert list(accuracy) == ["accuracy-RULER-like-1024", "accuracy-perplexity-1024"]
+    texts = [text.get_text() for text in accuracy["accuracy-perplexity-1024"].axes[0].texts]
+    assert texts == ["full", "quest-2%"]
+    by_head = head_figures(summaries)
+    assert list(by_head) == ["kept-mass-RULER-like-1024", "pages-read-RULER-like-1024"]
+    drawn = by_head["pages-read-RULER-like-1024"].axes[0].images[0].get_array()
+    assert drawn.tolist() == [[0.1, 0.2]]
