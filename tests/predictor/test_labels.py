@@ -1,0 +1,83 @@
+"""Labels against one attention for each budget that is tried."""
+
+import pytest
+import torch
+
+from tests.predictor.cases import RETAINED, SCALE, random_layer
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.predictor.labels import LABEL_GRANULARITIES, fit_growth, label_heads
+from vllm_hybrid_sparse.predictor.labels_reference import least_budgets
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("tokens", [48, 63, 64, 175, 336], ids=lambda tokens: f"{tokens}tokens")
+@pytest.mark.parametrize("tau", [0.02, 0.2])
+def test_budgets_are_those_of_trying_each(group: int, tokens: int, tau: float) -> None:
+    layer = random_layer(group, tokens, seed=tokens)
+    labels = label_heads(*layer, SCALE, RETAINED, tau)
+    least, settled = least_budgets(*layer, SCALE, RETAINED, tau)
+    assert labels.budgets.tolist() == [pytest.approx(row, abs=1e-12) for row in least]
+    assert labels.settled.tolist() == [pytest.approx(row[1:], abs=1e-12) for row in settled]
+    assert labels.streaming.tolist() == [row[0] == 0 for row in least]
+    assert labels.base_budget.tolist() == labels.budgets[:, 0].tolist()
+
+
+def test_the_cases_hold_streaming_and_retrieval_heads_and_errors_that_rise_again() -> None:
+    labels = label_heads(*random_layer(8, 401, seed=401), SCALE, RETAINED, 0.1)
+    assert 0 < labels.streaming.sum() < 16
+    assert (labels.settled > labels.budgets[:, 1:]).any()
+    assert (labels.settled >= labels.budgets[:, 1:]).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 31, 47])
+def test_without_candidates_every_head_streams(tokens: int) -> None:
+    labels = label_heads(*random_layer(3, tokens, seed=0), SCALE, RETAINED, 0.1)
+    assert labels.budgets.tolist() == [[0.0] * 5] * 6
+    assert labels.settled.tolist() == [[0.0] * 4] * 6
+    assert labels.streaming.all()
+
+
+def test_one_block_is_all_or_nothing() -> None:
+    labels = label_heads(*random_layer(4, 48, seed=1), SCALE, RETAINED, 0.05)
+    assert set(labels.budgets[:, 1:].flatten().tolist()) == {0.0, 1.0}
+
+
+def test_budget_of_a_needle_is_its_block() -> None:
+    layer = random_layer(1, 32 + 320, seed=2, kv_heads=1)
+    layer.keys[0, 16 + 200] = 40 * layer.query[0] / layer.query[0].norm()  # all the weight on one host token
+    layer.query[0] *= 30
+    labels = label_heads(*layer, SCALE, RETAINED, 0.01)
+    assert labels.budgets[0].tolist() == pytest.approx([blk / 320 for blk in LABEL_GRANULARITIES])
+
+
+def test_a_head_of_small_output_streams_where_another_is_large() -> None:
+    layer = random_layer(1, 400, seed=3)
+    before = label_heads(*layer, SCALE, RETAINED, 0.02)
+    layer.values[1] *= 1e4
+    after = label_heads(*layer, SCALE, RETAINED, 0.02)
+    assert (before.streaming[0].item(), after.streaming[0].item()) == (False, True)
+    assert not after.streaming[1]
+
+
+def test_bfloat16_is_labelled_in_float32() -> None:
+    layer = [tensor.bfloat16() for tensor in random_layer(3, 175, seed=4)]
+    exact = label_heads(*(tensor.double() for tensor in layer), SCALE, RETAINED, 0.1)
+    labels = label_heads(*layer, SCALE, RETAINED, 0.1)
+    assert labels.budgets.dtype == torch.float32
+    torch.testing.assert_close(labels.budgets.double(), exact.budgets, rtol=0, atol=1e-6)
+
+
+def test_growth_is_the_least_squares_slope_through_the_budget_of_single_tokens() -> None:
+    generator = torch.Generator().manual_seed(5)
+    budgets = torch.rand(20, 5, generator=generator, dtype=torch.float64)
+    log_blk = torch.tensor([0.0, 4, 5, 6, 7], dtype=torch.float64)
+    best = torch.linalg.lstsq(log_blk[:, None], (budgets - budgets[:, :1]).T).solution[0]
+    torch.testing.assert_close(fit_growth(budgets), best)
+    line = 0.1 + 0.05 * log_blk
+    assert float(fit_growth(line)) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("tau", [0.0, -1.0, float("nan")])
+def test_no_error_at_all_is_refused(tau: float) -> None:
+    with pytest.raises(ConfigError, match=f"tau={tau}: must be above 0"):
+        label_heads(*random_layer(1, 64, seed=0), SCALE, RETAINED, tau)

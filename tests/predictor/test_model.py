@@ -1,0 +1,132 @@
+"""The predictor, its file, and what it refuses."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.predictor import model as model_module
+from vllm_hybrid_sparse.predictor.features import FEATURES
+from vllm_hybrid_sparse.predictor.model import (
+    PARAMETERS,
+    SMOLLM2_PREDICTOR,
+    ModelShape,
+    Predictor,
+    PredictorOrigin,
+    load_predictor,
+)
+from vllm_hybrid_sparse.values import RetainedSet
+
+SHAPE = ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64)
+ORIGIN = PredictorOrigin(
+    shape=SHAPE, model="a model", tau=0.1, retained=RetainedSet(), command="calibrate it", validation={"reached": 0.75}
+)
+
+
+def made(seed: int = 0) -> Predictor:
+    torch.manual_seed(seed)
+    predictor = Predictor().eval()
+    for buffer in predictor.buffers():
+        buffer.copy_(torch.rand(buffer.shape) + 0.5)
+    return predictor
+
+
+def test_it_has_about_110_thousand_parameters() -> None:
+    assert sum(weight.numel() for weight in Predictor().parameters()) == PARAMETERS == 109_827
+
+
+def test_outputs_are_standardised_back_and_features_held_within_ten_deviations() -> None:
+    predictor, features = made(), torch.randn(5, len(FEATURES))
+    standard = (features - predictor.feature_mean) / predictor.feature_std
+    hidden = standard
+    for layer in (0, 2, 4):
+        hidden = torch.relu(hidden @ predictor.backbone[layer].weight.T + predictor.backbone[layer].bias)
+    outputs = hidden @ predictor.outputs.weight.T + predictor.outputs.bias
+    properties = predictor.predict(features)
+    torch.testing.assert_close(
+        properties.base_budget, outputs[:, 0] * predictor.target_std[0] + predictor.target_mean[0]
+    )
+    torch.testing.assert_close(properties.growth, outputs[:, 1] * predictor.target_std[1] + predictor.target_mean[1])
+    torch.testing.assert_close(properties.streaming, outputs[:, 2].sigmoid())
+    far = predictor.feature_mean + predictor.feature_std * torch.tensor([[11.0], [1000.0]])
+    assert torch.equal(*predictor(far))
+
+
+def test_a_saved_predictor_comes_back(tmp_path: Path) -> None:
+    predictor, path = made(), tmp_path / "predictor.safetensors"
+    predictor.save(path, ORIGIN)
+    again, origin = load_predictor(path, SHAPE, RetainedSet(), 0.1)
+    assert origin == ORIGIN
+    assert [*tmp_path.iterdir()] == [path]
+    features = torch.randn(7, len(FEATURES))
+    for before, after in zip(predictor.state_dict().values(), again.state_dict().values(), strict=True):
+        assert torch.equal(before, after)
+    assert torch.equal(predictor(features), again(features))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layers": 32}, "made for layers=30, must be 32"),
+        ({"query_heads": 12}, "made for query_heads=9, must be 12"),
+        ({"kv_heads": 9}, "made for kv_heads=3, must be 9"),
+        ({"head_dim": 128}, "made for head_dim=64, must be 128"),
+    ],
+)
+def test_another_model_shape_is_refused(changes: dict[str, int], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.safetensors"
+    made().save(path, ORIGIN)
+    with pytest.raises(
+        ConfigError, match=f"predictor=mine.safetensors: {said}; make one with `hybrid-sparse calibrate`"
+    ):
+        load_predictor(path, replace(SHAPE, **changes), RetainedSet())
+
+
+def test_another_retained_set_or_error_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.safetensors"
+    made().save(path, ORIGIN)
+    with pytest.raises(ConfigError, match="made for window_tokens=256, must be 128"):
+        load_predictor(path, SHAPE, RetainedSet(window_tokens=128))
+    with pytest.raises(ConfigError, match=r"made for tau=0.1, must be 0.2"):
+        load_predictor(path, SHAPE, RetainedSet(), 0.2)
+
+
+def test_other_features_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.safetensors"
+    made().save(path, ORIGIN)
+    monkeypatch.setattr(model_module, "FEATURE_VERSION", 2)
+    with pytest.raises(ConfigError, match="feature_version=1: must be 2"):
+        load_predictor(path, SHAPE, RetainedSet())
+
+
+def test_what_is_no_predictor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file; make one with `hybrid-sparse calibrate`"):
+        load_predictor(tmp_path / "missing.safetensors", SHAPE, RetainedSet())
+    text = tmp_path / "text.safetensors"
+    text.write_text("no tensors at all")
+    with pytest.raises(ConfigError, match="must be a safetensors file"):
+        load_predictor(text, SHAPE, RetainedSet())
+    other = tmp_path / "other.safetensors"
+    save_file({"weight": torch.zeros(1)}, other)
+    with pytest.raises(ConfigError, match="must be a file that `hybrid-sparse calibrate` wrote"):
+        load_predictor(other, SHAPE, RetainedSet())
+
+
+def test_a_shape_that_no_model_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="layers=0: must be 1 or more"):
+        replace(SHAPE, layers=0)
+    with pytest.raises(ConfigError, match="query_heads=9: must be a multiple of kv_heads=2"):
+        replace(SHAPE, kv_heads=2)
+
+
+def test_the_shipped_predictor_serves_smollm2_and_says_how_it_was_made() -> None:
+    predictor, origin = load_predictor(SMOLLM2_PREDICTOR, SHAPE, RetainedSet(), 0.1)
+    assert origin.command.startswith("hybrid-sparse calibrate SmolLM2-135M-Instruct --texts ")
+    assert "/" not in origin.command
+    assert 0 < origin.validation["read"] < 1
+    properties = predictor.predict(predictor.feature_mean.expand(3, -1))
+    assert 0 <= float(properties.streaming[0]) <= 1
+    assert torch.isfinite(properties.growth).all()

@@ -1,0 +1,208 @@
+"""`hybrid-sparse calibrate`: train a predictor of head properties for one model (Fluxion, section 5.2).
+
+A window is one prompt. Each window's samples are kept in a work folder as soon as they are there, so a calibration that
+was stopped goes on with the first window that is missing.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shlex
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from vllm_hybrid_sparse.cli.calibration_texts import TextWindow, file_windows, prose_window
+from vllm_hybrid_sparse.cli.collect import SamplingPlan, collect_window
+from vllm_hybrid_sparse.cli.progress import Progress
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.predictor.features import FEATURE_VERSION
+from vllm_hybrid_sparse.predictor.model import PARAMETERS, ModelShape, PredictorOrigin
+from vllm_hybrid_sparse.predictor.samples import Samples
+from vllm_hybrid_sparse.predictor.training import TrainingConfig, split_prompts, train
+from vllm_hybrid_sparse.predictor.validation import validate
+from vllm_hybrid_sparse.values import RetainedSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationOptions:
+    """The options of the command; a bad one is refused with its rule before anything is loaded."""
+
+    model: str  # folder or name of a Transformers causal language model
+    texts: tuple[Path, ...]  # UTF-8
+    out: Path  # predictor file
+    work: Path | None = None  # folder of the samples; None: `out` with .work appended
+    tokens: int = 4096  # of a window
+    windows: int = 16  # most windows of each text; >= 1
+    prose_windows: int = 4  # windows of made-up prose with questions; >= 0
+    skip_tokens: int = 0  # first tokens of each text that are left out; >= 0
+    plan: SamplingPlan = field(default_factory=lambda: SamplingPlan(segment_tokens=1024, span_tokens=256, steps=8))
+    tau: float = 0.1  # error to keep (eq. 2); > 0
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    retained: RetainedSet = field(default_factory=RetainedSet)
+
+    def __post_init__(self) -> None:
+        for name, value, legal, rule in (
+            ("texts", "", bool(self.texts), "one file or more"),
+            ("windows", self.windows, self.windows >= 1, "1 or more"),
+            ("prose-windows", self.prose_windows, self.prose_windows >= 0, "0 or more"),
+            ("skip-tokens", self.skip_tokens, self.skip_tokens >= 0, "0 or more"),
+            ("tau", self.tau, 0 < self.tau < math.inf, "above 0"),
+        ):
+            if not legal:
+                raise ConfigError(f"{name}={value}: must be {rule}")
+        self.plan.check(self.tokens, self.retained)
+        for path in self.texts:
+            if not path.is_file():
+                raise ConfigError(f"texts={path}: no such file")
+        folder = self.out.absolute().parent
+        if self.out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ConfigError(f"out={self.out}: must be a file in a folder that exists and can be written")
+
+    @property
+    def work_folder(self) -> Path:
+        """Where the samples are kept."""
+        return self.work or self.out.with_name(f"{self.out.name}.work")
+
+    def command(self) -> str:
+        """The command with these options, files by their names alone."""
+        words = ["hybrid-sparse", "calibrate", Path(self.model).name, "--texts", *(path.name for path in self.texts)]
+        numbers = {
+            "tokens": self.tokens, "windows": self.windows, "prose-windows": self.prose_windows,
+            "skip-tokens": self.skip_tokens, "segment-tokens": self.plan.segment_tokens,
+            "span-tokens": self.plan.span_tokens, "steps": self.plan.steps, "tau": self.tau,
+            "epochs": self.training.epochs, "quantile": self.training.quantile, "seed": self.training.seed,
+        }  # fmt: skip
+        words += [
+            "--out",
+            self.out.name,
+            *(word for name, value in numbers.items() for word in (f"--{name}", str(value))),
+        ]
+        return shlex.join(words)
+
+
+def calibrate(options: CalibrationOptions) -> dict[str, float]:
+    """Collect what is missing, train, write the predictor; return its figures on held-out windows.
+
+    raises   ConfigError for a model, a text or a work folder that does not fit the options
+    """
+    config = _model_config(options)
+    shape = model_shape(config)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    windows = _windows(options, tokenizer)
+    training_prompts, held_out = split_prompts([window.source for window in windows], options.training)
+    _claim_work_folder(options, shape, windows)
+    _collect(options, windows)
+
+    prompts = [Samples.load(_shard(options, index)) for index in range(len(windows))]
+    heads = sum(prompts[index].budgets[..., 0].size for index in training_prompts)
+    with Progress(f"training {PARAMETERS} parameters on {heads} heads of {len(training_prompts)} windows") as progress:
+        losses: list[float] = []
+        training = [prompts[index] for index in training_prompts]
+        predictor = train(training, options.training, lambda _, loss: losses.append(loss))
+        progress.finish(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    figures = validate(predictor, [prompts[index] for index in held_out], shape.kv_heads)
+    origin = PredictorOrigin(
+        shape=shape,
+        model=Path(options.model).name,
+        tau=options.tau,
+        retained=options.retained,
+        command=options.command(),
+        validation={name: round(value, 5) for name, value in figures.items() if math.isfinite(value)},
+    )
+    predictor.save(options.out, origin)
+    return figures
+
+
+def model_shape(config: PretrainedConfig) -> ModelShape:
+    """The shape that a predictor is tied to, from a Transformers configuration."""
+    query_heads = config.num_attention_heads
+    return ModelShape(
+        layers=config.num_hidden_layers,
+        query_heads=query_heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or query_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
+    )
+
+
+def _model_config(options: CalibrationOptions) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(options.model).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model={options.model}: must be the folder or the name of a Transformers causal language model"
+        ) from error
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and options.tokens > longest:
+        raise ConfigError(f"tokens={options.tokens}: must be at most {longest}, the longest sequence of the model")
+    return config
+
+
+def _windows(options: CalibrationOptions, tokenizer: PreTrainedTokenizerBase) -> list[TextWindow]:
+    plan = options.plan
+    windows = [
+        window
+        for path in options.texts
+        for window in file_windows(tokenizer, path, options.tokens, options.windows, options.skip_tokens)
+    ]
+    return windows + [
+        prose_window(tokenizer, number, options.tokens, plan.segment_tokens, plan.span_tokens, options.training.seed)
+        for number in range(options.prose_windows)
+    ]
+
+
+def _claim_work_folder(options: CalibrationOptions, shape: ModelShape, windows: list[TextWindow]) -> None:
+    """Write down what the samples depend on, or compare it with what is written there."""
+    manifest: dict[str, Any] = {
+        "model": Path(options.model).name,
+        **asdict(shape),
+        **asdict(options.plan),
+        **asdict(options.retained),
+        "tau": options.tau,
+        "seed": options.training.seed,
+        "feature_version": FEATURE_VERSION,
+        "windows": {
+            window.name: hashlib.sha256(window.token_ids.numpy().tobytes()).hexdigest()[:16] for window in windows
+        },
+    }
+    path = options.work_folder / "manifest.json"
+    if path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for name, value in manifest.items():
+            if found.get(name) != value:
+                raise ConfigError(
+                    f"work={options.work_folder}: holds samples of another {name}; name another folder or delete it"
+                )
+        return
+    try:
+        options.work_folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"work={options.work_folder}: must be a folder that can be written ({error.strerror})"
+        ) from error
+
+
+def _collect(options: CalibrationOptions, windows: list[TextWindow]) -> None:
+    """Make the shards that are missing."""
+    missing = [index for index in range(len(windows)) if not _shard(options, index).is_file()]
+    if not missing:
+        return
+    # float32: on CPUs without matrix instructions for bf16 several times as fast, and exact in the labels
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    for index in missing:
+        window = windows[index]
+        with Progress(f"window {index + 1} of {len(windows)} ({window.name})") as progress:
+            seed = f"{options.training.seed} {index}"
+            samples = collect_window(model, window.token_ids, options.plan, options.retained, options.tau, seed)
+            samples.save(_shard(options, index))
+            streaming = (samples.budgets[..., 0] == 0).mean()
+            progress.finish(f"{samples.budgets[..., 0].size} heads, {streaming:.0%} streaming")
+
+
+def _shard(options: CalibrationOptions, index: int) -> Path:
+    return options.work_folder / f"window-{index:04}.npz"

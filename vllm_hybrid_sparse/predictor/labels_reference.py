@@ -1,0 +1,60 @@
+"""Fluxion's labels in literal plain torch: one attention for each budget that is tried. Slow, written to be read."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.predictor.labels import LABEL_GRANULARITIES
+from vllm_hybrid_sparse.predictor.segments import Segments
+from vllm_hybrid_sparse.values import RetainedSet
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """softmax(q K^T scale) V of one head: query [head_dim], keys and values [tokens, head_dim]."""
+    return torch.softmax(scale * keys @ query, dim=0) @ values
+
+
+def rank_blocks(query: Tensor, keys: Tensor, blk: int) -> list[range]:
+    """The blocks of the host segment as ranges of its tokens, best first by Quest's bound, ties by the lower block."""
+    blocks = [range(start, min(start + blk, len(keys))) for start in range(0, len(keys), blk)]
+
+    def bound(block: range) -> float:
+        part = keys[block.start : block.stop]
+        upper, lower = part.max(dim=0).values, part.min(dim=0).values
+        return float(torch.maximum(query * upper, query * lower).sum())
+
+    return sorted(blocks, key=lambda block: (-bound(block), block.start))
+
+
+def least_budgets(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, retained: RetainedSet, tau: float
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Eq. 2 for every query head: the least budget at each of LABEL_GRANULARITIES, and the settled ones.
+
+    Arguments as of `label_heads`, in float64.
+    """
+    segments = Segments.of(retained, keys.shape[1])
+    group = len(query) // len(keys)
+    outputs = [attend(q, keys[h // group], values[h // group], scale) for h, q in enumerate(query)]
+    largest = max(float(output.norm()) for output in outputs)
+    kept = [*range(segments.sink_end), *range(segments.host_end, segments.tokens)]
+    least: list[list[float]] = []
+    settled: list[list[float]] = []
+    for h, q in enumerate(query):
+        head_keys, head_values = keys[h // group], values[h // group]
+        least.append([])
+        settled.append([])
+        for blk in LABEL_GRANULARITIES:
+            chosen, met = list(kept), [math.nan]  # budgets that meet the error, and below: those that do not
+            missed: list[float] = []
+            met.clear()
+            for block in [range(0), *rank_blocks(q, head_keys[segments.host], blk)]:
+                chosen += [segments.sink_end + token for token in block]
+                budget = (len(chosen) - len(kept)) / max(segments.host_tokens, 1)
+                error = float((attend(q, head_keys[chosen], head_values[chosen], scale) - outputs[h]).norm()) / largest
+                everything = len(chosen) == segments.tokens
+                (met if error <= tau or everything else missed).append(budget)
+            least[-1].append(min(met))
+            settled[-1].append(min(budget for budget in met if not missed or budget > max(missed)))
+    return least, settled

@@ -1,0 +1,160 @@
+"""The head-property predictor: a network with a shared backbone, and its file (Fluxion, section 5.2)."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.predictor.features import FEATURE_VERSION, FEATURES
+from vllm_hybrid_sparse.values import RetainedSet
+
+SMOLLM2_PREDICTOR: Final = Path(__file__).with_name("smollm2-135m-instruct.safetensors")
+"""The predictor that the package ships, for SmolLM2-135M-Instruct; its metadata has the command that made it."""
+
+HIDDEN_SIZES: Final = (256, 256, 128)
+PARAMETERS: Final = 109_827
+"""Weights and biases: 41 * 256 + 256 + 256 * 256 + 256 + 256 * 128 + 128 + 128 * 3 + 3, about 0.11 M."""
+
+_METADATA: Final = "hybrid_sparse_predictor"
+_FEATURE_LIMIT: Final = 10.0  # standard deviations; what lies beyond was never seen in training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The numbers of a language model that a predictor is tied to."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            if getattr(self, entry.name) < 1:
+                raise ConfigError(f"{entry.name}={getattr(self, entry.name)}: must be 1 or more")
+        if self.query_heads % self.kv_heads:
+            raise ConfigError(f"query_heads={self.query_heads}: must be a multiple of kv_heads={self.kv_heads}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictorOrigin:
+    """What a predictor was made for and how; kept in the metadata of its file."""
+
+    shape: ModelShape
+    model: str  # name of the language model, without a path
+    tau: float  # error that the budgets are to keep (eq. 2)
+    retained: RetainedSet  # what streaming heads read
+    command: str  # that made the predictor, with file names and no paths
+    validation: dict[str, float]  # figures on held-out prompts
+
+    def to_metadata(self) -> dict[str, str]:
+        """What safetensors keeps; one entry, since it writes several in no particular order."""
+        return {_METADATA: json.dumps(asdict(self) | {"feature_version": FEATURE_VERSION})}
+
+    @classmethod
+    def from_metadata(cls, metadata: dict[str, str], name: str) -> Self:
+        """The inverse; raises ConfigError where the metadata are not a predictor's or its features are others."""
+        if _METADATA not in metadata:
+            raise ConfigError(f"predictor={name}: must be a file that `hybrid-sparse calibrate` wrote")
+        content: dict[str, Any] = json.loads(metadata[_METADATA])
+        if (version := content.pop("feature_version")) != FEATURE_VERSION:
+            raise ConfigError(f"predictor={name}: feature_version={version}: must be {FEATURE_VERSION}; {_REMEDY}")
+        content["shape"], content["retained"] = ModelShape(**content["shape"]), RetainedSet(**content["retained"])
+        return cls(**content)
+
+    def check(self, name: str, shape: ModelShape, retained: RetainedSet, tau: float | None = None) -> None:
+        """Raise ConfigError unless the predictor serves this model, retained set and, where given, error."""
+        wanted = asdict(shape) | asdict(retained) | ({} if tau is None else {"tau": tau})
+        made_for = asdict(self.shape) | asdict(self.retained) | {"tau": self.tau}
+        for key, value in wanted.items():
+            if made_for[key] != value:
+                raise ConfigError(f"predictor={name}: made for {key}={made_for[key]}, must be {value}; {_REMEDY}")
+
+
+_REMEDY: Final = "make one with `hybrid-sparse calibrate`"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProperties:
+    """(bgt_h,0, k_h, s_h) as predicted, for any number of query heads; the budgets are shares of the host segment."""
+
+    base_budget: Tensor  # [heads]
+    growth: Tensor  # [heads]
+    streaming: Tensor  # [heads] the probability that the head is a streaming head
+
+
+class Predictor(nn.Module):
+    """A feed-forward network: 41 standardised features, three hidden layers, and the three properties.
+
+    The paper says that there are 0.112 M parameters, a shared backbone and an output layer a task, and no more; the
+    sizes and ReLU are ours. Features are standardised with the statistics of the training set, kept here as buffers,
+    and held within 10 standard deviations; the regression outputs are standardised likewise.
+    """
+
+    feature_mean: Tensor
+    feature_std: Tensor
+    target_mean: Tensor
+    target_std: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (len(FEATURES), *HIDDEN_SIZES)
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(sizes):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        self.backbone = nn.Sequential(*layers)
+        self.outputs = nn.Linear(sizes[-1], 3)  # bgt_0 and k standardised, logit of s: one row a task
+        for name, size in (("feature", len(FEATURES)), ("target", 2)):
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_std", torch.ones(size))
+        assert sum(weight.numel() for weight in self.parameters()) == PARAMETERS
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[heads, 41] f32 features as they come to [heads, 3]: bgt_0 and k standardised, and the logit of s."""
+        standard = (features - self.feature_mean) / self.feature_std
+        outputs: Tensor = self.outputs(self.backbone(standard.clamp(-_FEATURE_LIMIT, _FEATURE_LIMIT)))
+        return outputs
+
+    @torch.inference_mode()
+    def predict(self, features: Tensor) -> HeadProperties:
+        """The properties of the heads whose features these are, [heads, 41] f32."""
+        outputs = self(features)
+        budgets = outputs[:, :2] * self.target_std + self.target_mean
+        return HeadProperties(budgets[:, 0], budgets[:, 1], outputs[:, 2].sigmoid())
+
+    def save(self, path: Path, origin: PredictorOrigin) -> None:
+        """Write the predictor as safetensors; the file appears whole or not at all."""
+        scratch = path.with_name(f".{path.name}.partial")
+        save_file(self.state_dict(), scratch, origin.to_metadata())
+        scratch.replace(path)
+
+
+def load_predictor(
+    path: Path, shape: ModelShape, retained: RetainedSet, tau: float | None = None
+) -> tuple[Predictor, PredictorOrigin]:
+    """Read a predictor that serves a model of this shape with this retained set.
+
+    tau      the error it must have been made for; None takes any
+    raises   ConfigError, `predictor=file: rule`, where there is no such file, it is no predictor, or it was made for
+             another model shape, retained set, error or version of the features
+    """
+    if not path.is_file():
+        raise ConfigError(f"predictor={path}: no such file; {_REMEDY}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except SafetensorError as error:
+        raise ConfigError(f"predictor={path}: must be a safetensors file ({error})") from error
+    origin = PredictorOrigin.from_metadata(metadata, path.name)
+    origin.check(path.name, shape, retained, tau)
+    predictor = Predictor()
+    predictor.load_state_dict(tensors)
+    return predictor.eval(), origin

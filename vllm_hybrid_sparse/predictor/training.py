@@ -1,0 +1,114 @@
+"""Training of the predictor and its validation on prompts that it has not seen (Fluxion, section 5.2)."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.predictor.labels import fit_growth, is_streaming
+from vllm_hybrid_sparse.predictor.model import Predictor
+from vllm_hybrid_sparse.predictor.samples import Samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """How the predictor is trained."""
+
+    epochs: int = 40  # >= 1
+    batch_heads: int = 1024  # samples of one optimiser step; >= 1
+    learning_rate: float = 2e-3  # at the start, falling to 0 by a cosine; > 0
+    weight_decay: float = 1e-3  # AdamW's; >= 0
+    quantile: float = 0.5  # of the budgets that the regression aims at, in (0, 1); 0.5 is the median
+    validation_share: float = 0.2  # of the prompts, in (0, 1); at least one, and one is left to train on
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, legal, rule in (
+            ("epochs", self.epochs >= 1, "1 or more"),
+            ("batch_heads", self.batch_heads >= 1, "1 or more"),
+            ("learning_rate", 0 < self.learning_rate < math.inf, "above 0"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
+            ("quantile", 0 < self.quantile < 1, "above 0 and below 1"),
+            ("validation_share", 0 < self.validation_share < 1, "above 0 and below 1"),
+        ):
+            if not legal:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be {rule}")
+
+
+def split_prompts(sources: Sequence[str], config: TrainingConfig) -> tuple[list[int], list[int]]:
+    """Indices of the prompts to train on and to validate on, drawn by the seed from each source by itself.
+
+    sources   of each prompt: the text it comes from. A source of one prompt is trained on, unless there is no other
+    raises    ConfigError for fewer than two prompts
+    """
+    if len(sources) < 2:
+        raise ConfigError(f"prompts={len(sources)}: must be 2 or more, one of which is held out")
+    generator = torch.Generator().manual_seed(config.seed)
+    held_out: list[int] = []
+    for source in sorted(set(sources)):
+        prompts = [index for index, name in enumerate(sources) if name == source]
+        count = min(max(1, round(config.validation_share * len(prompts))), len(prompts) - 1)
+        held_out += [prompts[index] for index in torch.randperm(len(prompts), generator=generator)[:count].tolist()]
+    held_out = held_out or [len(sources) - 1]
+    return sorted(set(range(len(sources))) - set(held_out)), sorted(held_out)
+
+
+def train(prompts: Sequence[Samples], config: TrainingConfig, report: Callable[[int, float], None]) -> Predictor:
+    """Fit a predictor to the samples; the same for the same samples, settings, torch and number of threads.
+
+    The paper says "regression objectives" for bgt_0 and k. Here it is the pinball loss of the standardised targets over
+    the retrieval heads, whose quantile says how often a budget may fall short; for s it is the cross entropy, over all.
+
+    prompts   at least one, with a retrieval head among them, else ConfigError
+    report    is told each epoch, from 1, and its mean loss
+    """
+    samples = Samples.joined(list(prompts))
+    features = torch.from_numpy(samples.features).flatten(0, 2)
+    budgets = torch.from_numpy(samples.budgets).flatten(0, 2)
+    streaming = is_streaming(budgets)
+    targets = torch.stack((budgets[:, 0], fit_growth(budgets)), dim=1)
+    if bool(streaming.all()):
+        raise ConfigError(
+            f"retrieval heads=0 of {len(streaming)}: must be 1 or more; longer windows or a smaller tau help"
+        )
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        predictor = Predictor()
+    predictor.feature_mean.copy_(features.mean(dim=0))
+    predictor.feature_std.copy_(_deviation(features))
+    predictor.target_mean.copy_(targets[~streaming].mean(dim=0))
+    predictor.target_std.copy_(_deviation(targets[~streaming]))
+    targets = (targets - predictor.target_mean) / predictor.target_std
+
+    steps = config.epochs * math.ceil(len(features) / config.batch_heads)
+    optimizer = torch.optim.AdamW(predictor.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    generator = torch.Generator().manual_seed(config.seed)
+    for epoch in range(1, config.epochs + 1):
+        total = 0.0
+        for batch in torch.randperm(len(features), generator=generator).split(config.batch_heads):
+            loss = _loss(predictor(features[batch]), targets[batch], streaming[batch], config.quantile)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += float(loss.detach()) * len(batch)
+        report(epoch, total / len(features))
+    return predictor.eval()
+
+
+def _deviation(values: Tensor) -> Tensor:
+    """The standard deviation of each column; 1 for a column of equal values, which then standardise to 0."""
+    deviation = values.std(dim=0, correction=0)
+    return torch.where(deviation > 1e-6 * values.abs().amax(dim=0), deviation, 1.0)
+
+
+def _loss(outputs: Tensor, targets: Tensor, streaming: Tensor, quantile: float) -> Tensor:
+    short = (targets - outputs[:, :2])[~streaming]
+    pinball = torch.maximum(quantile * short, (quantile - 1) * short).sum() / max(len(short), 1)
+    return pinball + functional.binary_cross_entropy_with_logits(outputs[:, 2], streaming.to(outputs.dtype))
