@@ -15,6 +15,7 @@ struct Chunk {
   int value_steps[kChunkPages];  // steps all of whose tokens some row sees; 0 for a filler page
   bool half_step[kChunkPages];   // one more step, of which only the first token is there: the rest is not ours to read
   int pages;
+  int position;  // of its first page in reading order
 };
 
 template <class T, int Rows, int Ahead>
@@ -132,6 +133,15 @@ static inline void with_ahead(int ahead, const F& f) {
   }
 }
 
+template <int Rows, class C>
+static inline void keep_scores(const AttendArgs& args, const C& chunk, int first_row, const float* scores) {
+  for (int r = 0; r < Rows; ++r) {
+    float* kept = args.token_scores + (first_row + r) * args.token_scores_stride + int64_t{chunk.position} * kPageTokens;
+    for (int token = 0; token < chunk.pages * kPageTokens; token += kPageTokens)
+      store(kept + token, mul(load(scores + r * kChunkTokens + token), set1(args.scale)));
+  }
+}
+
 template <class T, int Rows>
 static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int ahead) {
   using Op = typename T::Op;
@@ -144,6 +154,10 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
   for (int page = 0; page < chunk.pages; page += kColumnTile) {
     with_ahead(page == 0 ? ahead : 0,
                [&]<int Ahead>() { score_tile<T, Rows, Ahead>(queries, chunk, page, steps, scores); });
+  }
+  if (args.token_scores) {
+    keep_scores<Rows>(args, chunk, first_row, scores);
+    if (!args.out) return;
   }
   for (int r = 0; r < Rows; ++r) {
     const int row = first_row + r;
@@ -173,12 +187,12 @@ static void attend_row_tile(const AttendArgs& args, const Chunk<T>& chunk, int f
 template <class T>
 static void attend(const AttendArgs& args) {
   const int head_dim = args.head_dim;
-  for (int r = 0; r < args.rows; ++r) {
+  for (int r = 0; r < args.rows && args.out; ++r) {
     args.row_max[r] = -__builtin_inff();
     args.row_sum[r] = 0.0f;
     if (args.page_lse_min) args.page_lse_min[r] = __builtin_inff();
   }
-  for (int64_t i = 0; i < int64_t{args.rows} * head_dim; i += 16) store(args.out + i, zero());
+  for (int64_t i = 0; i < int64_t{args.rows} * head_dim && args.out; i += 16) store(args.out + i, zero());
   int furthest = 0;
   for (int r = 0; r < args.rows; ++r) furthest = args.visible[r] > furthest ? args.visible[r] : furthest;
 
@@ -193,6 +207,7 @@ static void attend(const AttendArgs& args) {
   for (int begin = 0; begin < args.num_pages; begin += kChunkPages) {
     Chunk<T> chunk;
     chunk.pages = args.num_pages - begin < kChunkPages ? args.num_pages - begin : kChunkPages;
+    chunk.position = begin;
     const bool more = begin + kChunkPages < args.num_pages;
     for (int i = 0; i < kChunkPages; ++i) {
       chunk.keys[i] = following[i];

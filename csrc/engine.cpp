@@ -25,11 +25,16 @@ int Selection::budget(int candidates) const {
 Engine::Engine(const Geometry& geometry, const Isa& isa, ThreadPool& pool)
     : geometry_(geometry), isa_(isa), kernels_(*isa.by_dtype[static_cast<int>(geometry.layout.dtype)]), pool_(pool) {}
 
-void Engine::forward(const LayerCall& call, const Batch& batch, const Selection& selection) {
+void Engine::forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca) {
   pool_.session([&] {
     if (call.key) append(call, batch);
     attend_exact(call, batch);
-    attend_decode(call, batch, selection);
+    if (hgca) {
+      attend_hgca(call, batch, *hgca);
+      reevaluate(call, batch, *hgca);
+    } else {
+      attend_decode(call, batch, selection);
+    }
   });
 }
 
@@ -70,7 +75,7 @@ void Engine::append(const LayerCall& call, const Batch& batch) {
       const int64_t column = int64_t{head} * layout.head_dim;
       kernels_.write_page(target, offset, count, layout.head_dim, call.key + (t * call.key_stride + column) * bytes,
                           call.key_stride, call.value + (t * call.value_stride + column) * bytes, call.value_stride);
-      if (offset + count == kPageTokens) {
+      if (offset + count == kPageTokens && layout.summary != Summary::none) {
         char* summary = block + geometry_.kv_heads * layout.head_pages_bytes() +
                         head * layout.head_summaries_bytes() + page * layout.summary_bytes();
         kernels_.summarize(target, summary, layout);
