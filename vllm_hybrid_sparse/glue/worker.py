@@ -26,6 +26,7 @@ class HybridSparseCPUWorker(CPUWorker):
         """Allocate the KV memory, back it with real pages, and say once what the settings became."""
         super().initialize_from_config(kv_cache_config)
         self._runtime = host_runtime(settings_of(self.vllm_config))
+        self._runtime.requests.follow(lambda: self.model_runner.input_batch.req_ids)
         self._interval_s = self._runtime.settings.log_interval_s
         self._next_report = time.monotonic() + self._interval_s
         started = time.monotonic()
@@ -38,7 +39,13 @@ class HybridSparseCPUWorker(CPUWorker):
         )
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """One step; every log_interval_s with decoding in it, a line on how much of the cache was read."""
+        """One step; every log_interval_s with decoding in it, a line on how much of the cache was read.
+
+        Requests that finished or were aborted since the last step, or were preempted for this one, lose their state
+        first: one that is resumed, or comes with the same id, begins again.
+        """
+        self._runtime.requests.release(scheduler_output.finished_req_ids)
+        self._runtime.requests.release(scheduler_output.preempted_req_ids or ())
         result = super().execute_model(scheduler_output)
         if self._interval_s and time.monotonic() >= self._next_report:
             self._report()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
@@ -45,6 +46,7 @@ class _Layer:
 
     attention: NativeAttention
     kv_cache: Tensor  # [blocks, kv_heads * head_block_bytes] uint8
+    hgca: _native.HgcaLayer | None
     tokens: int = 0
 
 
@@ -79,6 +81,7 @@ class SparseSession:
         self._watch = watch
         self._layers: dict[int, _Layer] = {}
         self._block_table = torch.arange(self._blocks, dtype=torch.int32)[None]
+        self._slots = self.runtime.requests.of(["the sequence"])
         self._before = ""
 
     def __enter__(self) -> Self:
@@ -122,6 +125,7 @@ class SparseSession:
             self._block_table,
             torch.arange(total - new, total),
             torch.tensor([new == 1]),
+            self._slots,
         )
         layer.attention.forward(
             query.transpose(0, 1).contiguous(),
@@ -132,12 +136,20 @@ class SparseSession:
             self.runtime.selection,
             None,
             output,
+            layer.hgca,
         )
         layer.tokens = total
         if self._watch and new == 1:
             plans = [layer.attention.last_plan(0, head) for head in range(key.shape[0])]
             self._watch(DecodeStep(index, query[:, 0], key, value, scale, plans))
         return output
+
+    def hgca_positions(self, index: int) -> list[list[int]]:
+        """What HGCA has packed of the sequence in one layer: [kv_heads] positions. ConfigError under other policies."""
+        layer = self._layers[index]
+        if layer.hgca is None:
+            raise ConfigError(f"policy={self.runtime.settings.policy!r}: packs nothing")
+        return [list(layer.hgca.salient(0, head)) for head in range(layer.attention.num_kv_heads)]
 
     def _layer(self, index: int, query: Tensor, key: Tensor, scale: float) -> _Layer:
         if index not in self._layers:
@@ -150,7 +162,8 @@ class SparseSession:
                 scale=scale,
             )
             block_bytes = key.shape[0] * attention.layout.head_block_bytes
-            self._layers[index] = _Layer(attention, torch.empty(self._blocks, block_bytes, dtype=torch.uint8))
+            kv_cache = torch.empty(self._blocks, block_bytes, dtype=torch.uint8)
+            self._layers[index] = _Layer(attention, kv_cache, self.runtime.hgca_layer(attention))
         return self._layers[index]
 
 
