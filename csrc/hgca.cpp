@@ -134,12 +134,11 @@ void Engine::attend_hgca_span(const LayerCall& call, const Batch& batch, const H
   AttendArgs args{queries.data(), visible.data(), group, nullptr, span.begin, span.count,
                   packed ? item.state->packed.table() : page_table(call, batch, item.request, item.head),
                   layout.head_dim, geometry_.scale, target, target + group, target + 3 * group, nullptr};
-  if (span.part == HgcaSpan::Part::window) {
-    args.pages = item.window.data() + span.begin;
-    args.token_scores_stride = static_cast<int64_t>(item.window.size()) * kPageTokens;
-    args.token_scores = window_scores_.data() + item.score_offset + int64_t{span.begin} * kPageTokens;
-  }
-  kernels_.attend(args);
+  if (span.part != HgcaSpan::Part::window) return kernels_.attend(args);
+  args.pages = item.window.data() + span.begin;
+  args.token_scores_stride = static_cast<int64_t>(item.window.size()) * kPageTokens;
+  args.token_scores = window_scores_.data() + item.score_offset + int64_t{span.begin} * kPageTokens;
+  kernels_.attend_keeping_scores(args);
 }
 
 void Engine::finish_hgca_item(const LayerCall& call, const HgcaLayer& layer, HgcaItem& item) {

@@ -22,10 +22,10 @@ struct AttendArgs {
   float scale;
   float* row_max;       // [rows]            state: maximum score, -inf where no key was seen
   float* row_sum;       // [rows]            state: sum of exp(score - row_max)
-  float* out;           // [rows, head_dim]  state: sum of exp(score - row_max) * value; null: token_scores only
+  float* out;           // [rows, head_dim]  state: sum of exp(score - row_max) * value
   float* page_lse_min;  // [rows] or null: smallest log-sum-exp of one page (PSA's AS_min, as a logarithm)
-  // Null, or where each token's scaled score is kept, whether the row sees it or not: row r's at token_scores + r * stride,
-  // page after page in reading order.
+  // Of `attend_keeping_scores`: where each token's scaled score is kept, whether the row sees it or not: row r's at
+  // token_scores + r * stride, page after page in reading order. Without `out` nothing but them is computed.
   float* token_scores = nullptr;
   int64_t token_scores_stride = 0;
 };
@@ -59,6 +59,7 @@ struct Kernels {
   void (*prepare_summary_query)(const void* query, const Layout& layout, float scale, void* out);
   // State of the rows over the pages; overwrites row_max, row_sum, out and page_lse_min.
   void (*attend)(const AttendArgs& args);
+  void (*attend_keeping_scores)(const AttendArgs& args);
   void (*score)(const ScoreArgs& args);
   // Page scores of a group's rows (row r at scores + r * stride) -> group scores: the largest, over the rows, of the
   // logarithm of the page's estimated share of that row's weight.

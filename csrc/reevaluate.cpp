@@ -118,7 +118,7 @@ void Engine::score_tokens(const PageTable& table, const Reevaluation& of, int g,
   for (int r = 0; r < of.rows; ++r)
     queries[r] = kernels_.prepare_query(of.judges + (r * geometry_.q_heads + of.head * geometry_.group() + g) * head_bytes,
                                         layout.head_dim, prepared.data() + r * operand_bytes);
-  kernels_.attend({queries.data(), visible.data(), of.rows, pages, page_begin, count, table, layout.head_dim,
+  kernels_.attend_keeping_scores({queries.data(), visible.data(), of.rows, pages, page_begin, count, table, layout.head_dim,
                    geometry_.scale, nullptr, nullptr, nullptr, nullptr, scores, stride});
 }
 

@@ -59,6 +59,6 @@ def test_the_metadata_names_the_slots_of_the_batch(worker: HybridSparseCPUWorker
         slots = batch.tensors[5].tolist() if batch.native.has_slots else None
         assert slots == wanted
     rows.append("c")
+    builder._requests = worker._runtime.requests
     with pytest.raises(KernelError, match="requests=2: the step's batch names 3"):
-        builder._requests = worker._runtime.requests
         builder.build(0, common)
