@@ -15,6 +15,7 @@ struct Chunk {
   int value_steps[kChunkPages];  // steps all of whose tokens some row sees; 0 for a filler page
   bool half_step[kChunkPages];   // one more step, of which only the first token is there: the rest is not ours to read
   int pages;
+  int position;  // of its first page in reading order
 };
 
 template <class T, int Rows, int Ahead>
@@ -133,6 +134,15 @@ static inline void with_ahead(int ahead, const F& f) {
 }
 
 template <class T, int Rows>
+static inline void keep_scores(const AttendArgs& args, const Chunk<T>& chunk, int first_row, const float* scores) {
+  for (int r = 0; r < Rows; ++r) {
+    float* kept = args.token_scores + (first_row + r) * args.token_scores_stride + int64_t{chunk.position} * kPageTokens;
+    for (int token = 0; token < chunk.pages * kPageTokens; token += kPageTokens)
+      store(kept + token, mul(load(scores + r * kChunkTokens + token), set1(args.scale)));
+  }
+}
+
+template <class T, bool Keep, int Rows>
 static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int ahead) {
   using Op = typename T::Op;
   alignas(64) float scores[Rows * kChunkTokens];
@@ -144,6 +154,10 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
   for (int page = 0; page < chunk.pages; page += kColumnTile) {
     with_ahead(page == 0 ? ahead : 0,
                [&]<int Ahead>() { score_tile<T, Rows, Ahead>(queries, chunk, page, steps, scores); });
+  }
+  if constexpr (Keep) {
+    keep_scores<T, Rows>(args, chunk, first_row, scores);
+    if (!args.out) return;
   }
   for (int r = 0; r < Rows; ++r) {
     const int row = first_row + r;
@@ -161,24 +175,27 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
   });
 }
 
-template <class T, int Rows>
+template <class T, bool Keep, int Rows>
 static void attend_row_tile(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int rows, int ahead) {
   if (rows == Rows) {
-    attend_rows<T, Rows>(args, chunk, first_row, ahead);
+    attend_rows<T, Keep, Rows>(args, chunk, first_row, ahead);
   } else if constexpr (Rows > 1) {
-    attend_row_tile<T, Rows - 1>(args, chunk, first_row, rows, ahead);
+    attend_row_tile<T, Keep, Rows - 1>(args, chunk, first_row, rows, ahead);
   }
 }
 
-template <class T>
+// Keep: the tokens' scores are kept too, and without `out` nothing else is made. A variant of its own, so that attention alone
+// has no test for it.
+template <class T, bool Keep>
 static void attend(const AttendArgs& args) {
   const int head_dim = args.head_dim;
-  for (int r = 0; r < args.rows; ++r) {
+  const bool scores_only = Keep && !args.out;
+  for (int r = 0; r < args.rows && !scores_only; ++r) {
     args.row_max[r] = -__builtin_inff();
     args.row_sum[r] = 0.0f;
     if (args.page_lse_min) args.page_lse_min[r] = __builtin_inff();
   }
-  for (int64_t i = 0; i < int64_t{args.rows} * head_dim; i += 16) store(args.out + i, zero());
+  for (int64_t i = 0; i < int64_t{args.rows} * head_dim && !scores_only; i += 16) store(args.out + i, zero());
   int furthest = 0;
   for (int r = 0; r < args.rows; ++r) furthest = args.visible[r] > furthest ? args.visible[r] : furthest;
 
@@ -193,6 +210,7 @@ static void attend(const AttendArgs& args) {
   for (int begin = 0; begin < args.num_pages; begin += kChunkPages) {
     Chunk<T> chunk;
     chunk.pages = args.num_pages - begin < kChunkPages ? args.num_pages - begin : kChunkPages;
+    chunk.position = begin;
     const bool more = begin + kChunkPages < args.num_pages;
     for (int i = 0; i < kChunkPages; ++i) {
       chunk.keys[i] = following[i];
@@ -215,8 +233,8 @@ static void attend(const AttendArgs& args) {
       const int last_row = static_cast<int>(int64_t{args.rows} * (tile + 1) / tiles);
       // Every tile fetches its share of the next chunk, so that memory works all the time.
       chunk.first_ahead = tile * share;
-      attend_row_tile<T, kRowTile>(args, chunk, first_row, last_row - first_row,
-                                   more && chunk.first_ahead < kChunkPages ? share : 0);
+      attend_row_tile<T, Keep, kRowTile>(args, chunk, first_row, last_row - first_row,
+                                         more && chunk.first_ahead < kChunkPages ? share : 0);
     }
   }
   for (int r = 0; r < args.rows && args.page_lse_min; ++r)

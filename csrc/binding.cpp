@@ -57,7 +57,8 @@ NB_MODULE(_native, m) {
   nb::enum_<Summary>(m, "Summary")
       .value("minmax", Summary::minmax)
       .value("cuboid_mean", Summary::cuboid_mean)
-      .value("key_codes", Summary::key_codes);
+      .value("key_codes", Summary::key_codes)
+      .value("none", Summary::none);
   nb::enum_<ThreadPool::Helpers>(m, "Helpers")
       .value("own", ThreadPool::Helpers::own)
       .value("openmp", ThreadPool::Helpers::openmp);
@@ -89,11 +90,22 @@ NB_MODULE(_native, m) {
 
   nb::class_<Batch>(m, "Batch")
       .def(nb::new_([](int requests, uintptr_t query_start, uintptr_t seq_lens, uintptr_t block_table,
-                       int64_t block_table_stride, uintptr_t slot_mapping, uintptr_t decode) {
+                       int64_t block_table_stride, uintptr_t slot_mapping, uintptr_t decode, uintptr_t slots) {
         return Batch{requests, at<int32_t>(query_start), at<int32_t>(seq_lens), at<int32_t>(block_table),
-                     block_table_stride, at<int64_t>(slot_mapping), at<uint8_t>(decode)};
+                     block_table_stride, at<int64_t>(slot_mapping), at<uint8_t>(decode), at<int32_t>(slots)};
       }), "requests"_a, "query_start"_a, "seq_lens"_a, "block_table"_a, "block_table_stride"_a, "slot_mapping"_a,
-           "decode"_a);
+           "decode"_a, "slots"_a = 0)
+      .def_prop_ro("has_slots", [](const Batch& self) { return self.slots != nullptr; });
+
+  nb::class_<HgcaLayer>(m, "HgcaLayer")
+      .def("__init__", [](HgcaLayer* self, int group, int kv_heads, float beta, float alpha, int sink_tokens,
+                          int window_tokens) {
+        new (self) HgcaLayer(group, kv_heads, HgcaRule{beta, alpha, sink_tokens, window_tokens});
+      }, nb::kw_only(), "group"_a, "kv_heads"_a, "beta"_a, "alpha"_a, "sink_tokens"_a, "window_tokens"_a)
+      .def("release", &HgcaLayer::release, "slot"_a)
+      .def_prop_ro("packed_bytes", &HgcaLayer::packed_bytes)
+      .def("salient", &HgcaLayer::salient, "slot"_a, "kv_head"_a)
+      .def("averages", &HgcaLayer::averages, "slot"_a, "kv_head"_a);
 
   nb::class_<Selection>(m, "Selection")
       .def(nb::new_([](bool ranked, double budget_ratio, int max_pages, float threshold, int microbatch_pages,
@@ -125,10 +137,11 @@ NB_MODULE(_native, m) {
       .def_prop_ro("isa", [](const Engine& self) { return std::string(self.isa().name); })
       .def("forward", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride,
                          uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride, uintptr_t out,
-                         int64_t out_stride, const Batch& batch, const Selection& selection) {
+                         int64_t out_stride, const Batch& batch, const Selection& selection, HgcaLayer* hgca) {
         self.forward({at<char>(kv), block_stride, at<char>(query), query_stride, at<char>(key), key_stride,
-                      at<char>(value), value_stride, at<char>(out), out_stride}, batch, selection);
-      }, nb::call_guard<nb::gil_scoped_release>())
+                      at<char>(value), value_stride, at<char>(out), out_stride}, batch, selection, hgca);
+      }, "kv"_a, "block_stride"_a, "query"_a, "query_stride"_a, "key"_a, "key_stride"_a, "value"_a, "value_stride"_a,
+           "out"_a, "out_stride"_a, "batch"_a, "selection"_a, "hgca"_a.none(), nb::call_guard<nb::gil_scoped_release>())
       .def("summarize", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t blocks, int count) {
         self.summarize(at<char>(kv), block_stride, at<int32_t>(blocks), count);
       }, nb::call_guard<nb::gil_scoped_release>())

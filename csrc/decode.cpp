@@ -9,7 +9,6 @@
 namespace hybrid_sparse {
 namespace {
 
-constexpr int kSpansPerThread = 3;   // parts a call's reading is cut into: enough to even out, few enough to merge
 constexpr int kMinScoreSpan = 64;    // pages whose summaries a task scores at least
 
 }  // namespace
@@ -234,14 +233,20 @@ void Engine::attend_span(const LayerCall& call, const Batch& batch, const Span& 
 }
 
 void Engine::finish_item(const LayerCall& call, Item& item, int index) {
-  const Layout& layout = geometry_.layout;
   const int group = geometry_.group();
   float* acc = state(item.ranked ? index : item.first_state);
   for (int s = item.ranked ? 0 : 1; s < item.states; ++s) merge_state(acc, state(item.first_state + s), group);
+  store_rows(call, acc, item.token, item.head);
+}
+
+// The normalised output of a group's rows.
+void Engine::store_rows(const LayerCall& call, const float* of_state, int token, int head) {
+  const Layout& layout = geometry_.layout;
+  const int group = geometry_.group();
   for (int g = 0; g < group; ++g) {
-    const int64_t element = item.token * call.out_stride + int64_t{item.head * group + g} * layout.head_dim;
-    const float sum = acc[group + g];
-    kernels_.store_row(call.out + element * element_bytes(layout.dtype), acc + 3 * group + int64_t{g} * layout.head_dim,
+    const int64_t element = token * call.out_stride + int64_t{head * group + g} * layout.head_dim;
+    const float sum = of_state[group + g];
+    kernels_.store_row(call.out + element * element_bytes(layout.dtype), of_state + 3 * group + int64_t{g} * layout.head_dim,
                        sum > 0.0f ? 1.0f / sum : 0.0f, layout.head_dim);
   }
 }

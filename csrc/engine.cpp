@@ -25,11 +25,16 @@ int Selection::budget(int candidates) const {
 Engine::Engine(const Geometry& geometry, const Isa& isa, ThreadPool& pool)
     : geometry_(geometry), isa_(isa), kernels_(*isa.by_dtype[static_cast<int>(geometry.layout.dtype)]), pool_(pool) {}
 
-void Engine::forward(const LayerCall& call, const Batch& batch, const Selection& selection) {
+void Engine::forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca) {
   pool_.session([&] {
     if (call.key) append(call, batch);
     attend_exact(call, batch);
-    attend_decode(call, batch, selection);
+    if (hgca) {
+      attend_hgca(call, batch, *hgca);
+      reevaluate(call, batch, *hgca);
+    } else {
+      attend_decode(call, batch, selection);
+    }
   });
 }
 
@@ -105,6 +110,7 @@ void Engine::summarize(char* kv, int64_t block_stride, const int32_t* blocks, in
 
 void Engine::summarize_page(char* block, int head, int page) {
   const Layout& layout = geometry_.layout;
+  if (layout.summary == Summary::none) return;
   char* summary = block + geometry_.kv_heads * layout.head_pages_bytes() + head * layout.head_summaries_bytes() +
                   page * layout.summary_bytes();
   kernels_.summarize(block + head * layout.head_pages_bytes() + page * layout.page_bytes(), summary, layout);

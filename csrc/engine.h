@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "hgca_state.h"
 #include "kernel_table.h"
 #include "layout.h"
 #include "rank.h"
@@ -13,6 +14,7 @@
 
 namespace hybrid_sparse {
 
+inline constexpr int kSpansPerThread = 3;  // parts a call's reading is cut into: enough to even out, few enough to merge
 inline constexpr int kMinSpanPages = 16;  // pages a task attends at least, where threads share
 
 struct Geometry {
@@ -33,6 +35,7 @@ struct Batch {
   int64_t block_table_stride = 0;
   const int64_t* slot_mapping = nullptr;  // [tokens]; negative: not stored
   const uint8_t* decode = nullptr;        // [requests]; 1: one query token, sparse; 0: exact
+  const int32_t* slots = nullptr;         // [requests]; where a layer keeps the request's state (HgcaLayer); null: nowhere
 };
 
 // Which candidate pages a decode row reads: an order and rules for where to stop. Every policy is one of these
@@ -85,7 +88,8 @@ class Engine {
  public:
   Engine(const Geometry& geometry, const Isa& isa, ThreadPool& pool);
 
-  void forward(const LayerCall& call, const Batch& batch, const Selection& selection);
+  // `hgca`: null, or the layer's state, which then decides what decode rows read; needs batch.slots.
+  void forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca);
   // Summarises every page of some blocks anew, for keys that something else has written.
   void summarize(char* kv, int64_t block_stride, const int32_t* blocks, int count);
 
@@ -144,6 +148,40 @@ class Engine {
     int state;
     bool ends_microbatch = false;  // progressive
   };
+  struct HgcaItem {  // row of one request that has one, one KV head
+    int request;
+    int head;
+    int token;
+    int seq_len;
+    HgcaPages pages;
+    HgcaHead* state;  // null: the row attends to everything
+    int first_state;
+    int window_states;  // the first of `states`
+    int states;
+    int pending;
+    int64_t score_offset;         // of the window's scores, [group][window.size()][16]
+    std::vector<int32_t> window;  // pages of the dense window, ascending
+  };
+  struct HgcaSpan {  // one task
+    enum class Part { window, packed, everything };
+    int item;
+    Part part;
+    int begin;  // pages: window: index into the item's; else page number
+    int count;
+    int state;
+  };
+  struct Reevaluation {  // of one request with new rows, one KV head
+    int request;
+    int head;
+    const char* judges;  // queries of the rows that judge
+    int rows;
+    int seq_len;
+    HgcaPages pages;
+    HgcaHead* state;
+    int parts;  // that the host side is cut into
+    int64_t lse_offset;     // [parts][group][rows]
+    int64_t weight_offset;  // [group][tokens of the host side]
+  };
 
   void append(const LayerCall& call, const Batch& batch);
   void summarize_page(char* block, int head, int page);
@@ -179,6 +217,25 @@ class Engine {
   }
   void attend_span(const LayerCall& call, const Batch& batch, const Span& span);
   void finish_item(const LayerCall& call, Item& item, int index);
+  void store_rows(const LayerCall& call, const float* of_state, int token, int head);
+  void attend_hgca(const LayerCall& call, const Batch& batch, HgcaLayer& layer);
+  void collect_hgca_items(const Batch& batch, HgcaLayer& layer);
+  void evict(const LayerCall& call, const Batch& batch, const HgcaLayer& layer, HgcaItem& item);
+  void pack(HgcaHead& state, const PageTable& from, int position);
+  void add_hgca_spans();
+  void attend_hgca_span(const LayerCall& call, const Batch& batch, const HgcaSpan& span);
+  void finish_hgca_item(const LayerCall& call, const HgcaLayer& layer, HgcaItem& item);
+  void average_weights(const HgcaLayer& layer, HgcaItem& item, const float* window_state);
+  void count_hgca_stats();
+  void reevaluate(const LayerCall& call, const Batch& batch, HgcaLayer& layer);
+  void collect_reevaluations(const LayerCall& call, const Batch& batch, HgcaLayer& layer);
+  void keep_judges(const LayerCall& call, const Batch& batch, int request, HgcaRequest& state);
+  template <class F>
+  void score_part(const LayerCall& call, const Batch& batch, const Reevaluation& of, int part, const F& f);
+  void choose_salient(const LayerCall& call, const Batch& batch, const HgcaLayer& layer, const Reevaluation& of);
+  void begin_averages(const LayerCall& call, const Batch& batch, const HgcaLayer& layer, const Reevaluation& of);
+  void score_tokens(const PageTable& table, const Reevaluation& of, int g, const int32_t* pages, int page_begin, int count,
+                    float* scores, int64_t stride);
   void count_stats();
 
   PageTable page_table(const LayerCall& call, const Batch& batch, int request, int head) const;
@@ -209,6 +266,12 @@ class Engine {
   std::vector<float> scores_;
   std::vector<char> summary_queries_;        // operands of scoring of every item's rows
   std::vector<const void*> query_pointers_;  // to them
+  std::vector<HgcaItem> hgca_items_;
+  std::vector<HgcaSpan> hgca_spans_;
+  std::vector<float> window_scores_;
+  std::vector<Reevaluation> reevaluations_;
+  std::vector<float> part_lse_;
+  std::vector<float> host_weights_;
 };
 
 }  // namespace hybrid_sparse

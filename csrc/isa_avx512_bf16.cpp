@@ -21,6 +21,7 @@ namespace {
 #include "vec_avx512.inl"
 #include "traits.inl"
 #include "attend.inl"
+#include "salience.inl"
 #include "code_ops.inl"
 #include "page_ops.inl"
 }  // namespace

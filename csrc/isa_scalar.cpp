@@ -15,6 +15,7 @@ namespace {
 #include "vec_scalar.inl"
 #include "traits.inl"
 #include "attend.inl"
+#include "salience.inl"
 #include "code_ops.inl"
 #include "page_ops.inl"
 }  // namespace

@@ -24,6 +24,10 @@ struct AttendArgs {
   float* row_sum;       // [rows]            state: sum of exp(score - row_max)
   float* out;           // [rows, head_dim]  state: sum of exp(score - row_max) * value
   float* page_lse_min;  // [rows] or null: smallest log-sum-exp of one page (PSA's AS_min, as a logarithm)
+  // Of `attend_keeping_scores`: where each token's scaled score is kept, whether the row sees it or not: row r's at
+  // token_scores + r * stride, page after page in reading order. Without `out` nothing but them is computed.
+  float* token_scores = nullptr;
+  int64_t token_scores_stride = 0;
 };
 
 // Query rows against the summaries of a range of pages, for all KV heads of a request: a block's lie in one piece.
@@ -55,6 +59,7 @@ struct Kernels {
   void (*prepare_summary_query)(const void* query, const Layout& layout, float scale, void* out);
   // State of the rows over the pages; overwrites row_max, row_sum, out and page_lse_min.
   void (*attend)(const AttendArgs& args);
+  void (*attend_keeping_scores)(const AttendArgs& args);
   void (*score)(const ScoreArgs& args);
   // Page scores of a group's rows (row r at scores + r * stride) -> group scores: the largest, over the rows, of the
   // logarithm of the page's estimated share of that row's weight.
@@ -69,6 +74,12 @@ struct Kernels {
                      const void* value, int64_t value_stride);
   // Summary of a full page.
   void (*summarize)(const char* page, char* out, const Layout& layout);
+  // Token `from_token` of page `from` to token `to_token` of page `to`, K and V.
+  void (*copy_token)(char* to, int to_token, const char* from, int from_token, int head_dim);
+  // Log-sum-exp of `count` scores and of `so_far` (-inf: nothing).
+  float (*log_sum_exp)(const float* scores, int count, float so_far);
+  // out[i] = keep * out[i] + take * exp(scores[i] - lse): attention weights into a mean or a moving average.
+  void (*blend_weights)(const float* scores, int count, float lse, float keep, float take, float* out);
   // out[i] = values[i] * factor, rounded to the dtype.
   void (*store_row)(void* out, const float* values, float factor, int head_dim);
   // Sum of the bytes as floats: a plain read, for the measured ceiling. `next`: read after these, fetched meanwhile.

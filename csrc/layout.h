@@ -10,6 +10,7 @@
 //            key_codes: whatever the dtype lines of 64 bytes [16 tokens][4 dims], a byte holding 8 / code_bits such dims from
 //            its lowest bits on, then the page's mean with four bits a dim, a byte a token, and two bf16: the units of
 //            these bytes and of the mean (CodeLayout)
+//            none: nothing
 // One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no horizontal sum.
 // Summaries live in the block, so whatever copies a block (copy-on-write, a KV connector) copies them too.
 #pragma once
@@ -21,7 +22,7 @@ namespace hybrid_sparse {
 inline constexpr int kPageTokens = 16;
 
 enum class DType : int { bf16 = 0, f16 = 1, f32 = 2 };
-enum class Summary : int { minmax = 0, cuboid_mean = 1, key_codes = 2 };
+enum class Summary : int { minmax = 0, cuboid_mean = 1, key_codes = 2, none = 3 };
 
 inline constexpr int kMaxHeadDim = 512;
 inline constexpr int kCodeDims = 4;  // dims of one token that lie side by side
@@ -52,6 +53,7 @@ struct Layout {
   int64_t value_offset() const { return page_bytes() / 2; }
   int summary_elements() const { return summary == Summary::minmax ? 2 * head_dim : head_dim; }
   int64_t summary_bytes() const {
+    if (summary == Summary::none) return 0;
     return summary == Summary::key_codes ? CodeLayout(head_dim, code_bits).bytes
                                          : int64_t{summary_elements()} * element_bytes(dtype);
   }

@@ -247,5 +247,6 @@ static float stream(const char* bytes, int64_t size, const char* next) {
 
 template <class T>
 inline constexpr Kernels kKernels = {
-    query_bytes<T>, prepare_query<T>, summary_query_bytes<T>, prepare_summary_query<T>, attend<T>,    score<T>,
-    group_scores,   bucket_scores,    write_page<T>,          summarize<T>,             store_row<T>, stream};
+    query_bytes<T>, prepare_query<T>, summary_query_bytes<T>, prepare_summary_query<T>, attend<T, false>, attend<T, true>,
+    score<T>,       group_scores,     bucket_scores,          write_page<T>,            summarize<T>,     copy_token<T>,
+    log_sum_exp,    blend_weights,    store_row<T>,           stream};

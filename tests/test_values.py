@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
+from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
 
 retained_sets = st.builds(
     RetainedSet,
@@ -102,3 +102,17 @@ def test_a_selection_out_of_range_is_refused(wrong: dict[str, float]) -> None:
     name, value = next(iter(wrong.items()))
     with pytest.raises(ConfigError, match=f"^{name}={value}: must be"):
         SelectionSpec(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "refusal"),
+    [
+        ({"beta": 0.0}, "beta=0.0: must be above 0 and finite"),
+        ({"beta": float("inf")}, "beta=inf: must be above 0 and finite"),
+        ({"alpha": 0.0}, "alpha=0.0: must be in"),
+        ({"alpha": 1.5}, "alpha=1.5: must be in"),
+    ],
+)
+def test_a_salience_out_of_range_is_refused(wrong: dict[str, float], refusal: str) -> None:
+    with pytest.raises(ConfigError, match=refusal):
+        SalienceSpec(**wrong)

@@ -34,6 +34,9 @@ CODE_TIE = 2e-3
 THRESHOLD_TIE = 1e-5
 """A P_acc this close to the threshold may stop or go on."""
 
+WEIGHT_TIE = 1e-4
+"""Attention weights (HGCA's salience) this close to the limit, relative to it, may lie on either side."""
+
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
     """Compare in float64 under the tolerance of `dtype`, by default the dtype of `actual`."""

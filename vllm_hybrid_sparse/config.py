@@ -8,10 +8,11 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Self
 
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.values import CODE_BITS, PAGE_TOKENS, SUMMARY_VECTORS, RetainedSet, SelectionSpec
+from vllm_hybrid_sparse.values import CODE_BITS, PAGE_TOKENS, SUMMARY_VECTORS, RetainedSet, SalienceSpec, SelectionSpec
 
-POLICIES = ("dense", "topk", "progressive")
-SUMMARIES = tuple(SUMMARY_VECTORS)
+PAGE_POLICIES = ("dense", "topk", "progressive")
+POLICIES = (*PAGE_POLICIES, "hgca")
+SUMMARIES = tuple(name for name in SUMMARY_VECTORS if name != "none")
 REMAINDERS = ("auto", "estimated", "lightest_page")
 THREAD_POOLS = ("auto", "own", "openmp")
 ISAS = ("auto", "avx512_bf16", "avx512", "avx2", "scalar")
@@ -57,7 +58,9 @@ class HybridSparseConfig:
     """
 
     policy: str = _choice(
-        "progressive", POLICIES, "which candidate pages a decode step reads: all, the best few, or enough of them"
+        "progressive",
+        POLICIES,
+        "which candidates a decode step reads: all pages, the best few, enough of them, or HGCA's salient tokens",
     )
     threshold: float | None = _setting(
         _Setting(
@@ -114,10 +117,37 @@ class HybridSparseConfig:
             unless="topk_ratio",
         )
     )
-    summary: str = _choice(
-        "key_codes",
-        SUMMARIES,
-        "what is kept of a page to estimate its score: bits of its keys (RaBitQ), ArkVale's centre, Quest's bounds",
+    hgca_beta: float | None = _setting(
+        _Setting(
+            kind=float,
+            default=1.0,
+            values="above 0, finite",
+            allows=lambda value: value > 0 and math.isfinite(value),
+            meaning="a token is salient to a head that gives it more than so many times the mean attention weight "
+            "(HGCA's β); lower reads more",
+            policies=("hgca",),
+        )
+    )
+    hgca_alpha: float | None = _setting(
+        _Setting(
+            kind=float,
+            default=0.1,
+            values="above 0 and at most 1",
+            allows=lambda value: 0 < value <= 1,
+            meaning="share of the latest step in the moving average of a token's attention weight (HGCA's α)",
+            policies=("hgca",),
+        )
+    )
+    summary: str | None = _setting(
+        _Setting(
+            kind=str,
+            default="key_codes",
+            values=f"one of {', '.join(SUMMARIES)}",
+            allows=SUMMARIES.__contains__,
+            meaning="what is kept of a page to estimate its score: bits of its keys (RaBitQ), ArkVale's centre, "
+            "Quest's bounds",
+            policies=PAGE_POLICIES,
+        )
     )
     code_bits: int | None = _setting(
         _Setting(
@@ -182,9 +212,8 @@ class HybridSparseConfig:
             value = getattr(self, entry.name)
             if value is not None or entry.default is not None:
                 object.__setattr__(self, entry.name, _checked(entry.name, value, _setting_of(entry)))
-        for entry in fields(self):
+        for entry in fields(self):  # in their order: whether one is used may depend on the default of one before it
             self._check_use(entry)
-        for entry in fields(self):
             setting = _setting_of(entry)
             replaced = setting.unless and getattr(self, setting.unless) is not None
             used = setting.policies or setting.summaries
@@ -236,8 +265,8 @@ class HybridSparseConfig:
 
     @property
     def selection(self) -> SelectionSpec:
-        """The policy as the kernels take it."""
-        if self.policy == "dense":
+        """The policy as the kernels take it; that of hgca is `salience`, and no page is selected."""
+        if self.policy in ("dense", "hgca"):
             return SelectionSpec()
         if self.policy == "topk":
             return SelectionSpec(ranked=True, budget_ratio=self.topk_ratio or 1.0, max_pages=self.topk_pages)
@@ -249,6 +278,15 @@ class HybridSparseConfig:
             microbatch_pages=self.microbatch_pages,
             estimated_remainder=self.remainder == "estimated",
         )
+
+    @property
+    def salience(self) -> SalienceSpec | None:
+        """HGCA's rule; None under another policy."""
+        if self.policy != "hgca":
+            return None
+        assert self.hgca_beta is not None
+        assert self.hgca_alpha is not None
+        return SalienceSpec(beta=self.hgca_beta, alpha=self.hgca_alpha)
 
     def describe(self) -> str:
         """The settings in effect as one line, `name=value` separated by blanks."""

@@ -14,6 +14,7 @@ class DecodeStats:
     total_bytes: int = 0  # a full read
     read_bytes: int = 0  # pages read or wasted, and summaries scored
     early_stops: int = 0  # (request, KV head, layer) that reached the threshold before the last candidate
+    packed_bytes: int = 0  # held by HGCA's packed copies when the sums were taken
 
     def __add__(self, other: Self) -> "DecodeStats":
         return DecodeStats(
@@ -23,6 +24,7 @@ class DecodeStats:
             total_bytes=self.total_bytes + other.total_bytes,
             read_bytes=self.read_bytes + other.read_bytes,
             early_stops=self.early_stops + other.early_stops,
+            packed_bytes=self.packed_bytes + other.packed_bytes,
         )
 
     @classmethod
@@ -41,7 +43,9 @@ class DecodeStats:
     def describe(self) -> str:
         """One line for a log; the share counts summaries as read and a full read without them."""
         share = 100.0 * self.read_bytes / self.total_bytes if self.total_bytes else 0.0
+        packed = f"; {self.packed_bytes} bytes of packed copies" if self.packed_bytes else ""
         return (
             f"hybrid_sparse: decode read {share:.1f} % of the KV bytes (pages {self.pages_read} of {self.pages_total}, "
             f"{self.pages_wasted} read ahead and dropped, {self.read_bytes} of {self.total_bytes} bytes with summaries)"
+            f"{packed}"
         )

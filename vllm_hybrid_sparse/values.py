@@ -11,9 +11,9 @@ PAGE_TOKENS = 16
 MAX_HEAD_DIM = 512
 """Largest head dimension that the kernels take; every multiple of 16 up to it is."""
 
-SUMMARY_VECTORS = {"minmax": 2, "cuboid_mean": 1, "key_codes": 0}
+SUMMARY_VECTORS = {"minmax": 2, "cuboid_mean": 1, "key_codes": 0, "none": 0}
 """Vectors of `head_dim` values that each kind of summary keeps of a page: minmax (max, min), cuboid_mean (centre);
-key_codes keeps none, but one or two bits of each key."""
+key_codes keeps none, but one or two bits of each key; `none` keeps nothing, for policies that score no pages."""
 
 CODE_BITS = (1, 2)
 """Bits a dimension that key codes may have."""
@@ -114,3 +114,17 @@ class SelectionSpec:
         budget = max(1, math.ceil(self.budget_ratio * num_candidates - _RATIO_SLACK_PAGES))
         limit = num_candidates if self.max_pages is None else self.max_pages
         return min(budget, limit, num_candidates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SalienceSpec:
+    """HGCA's rule for which entries outside the dense window a query head attends to."""
+
+    beta: float = 1.0  # salient: attention weight above beta / entries; > 0
+    alpha: float = 0.1  # share of the latest weights in their moving average; in (0, 1]
+
+    def __post_init__(self) -> None:
+        if not (self.beta > 0 and math.isfinite(self.beta)):
+            raise ConfigError(f"beta={self.beta}: must be above 0 and finite")
+        if not 0 < self.alpha <= 1:
+            raise ConfigError(f"alpha={self.alpha}: must be in (0, 1]")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_hybrid_sparse.config import HybridSparseConfig, settings_table
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
+from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
 
 NAMES = [entry.name for entry in fields(HybridSparseConfig)]
 
@@ -64,6 +64,20 @@ def test_each_policy_is_one_selection(mapping: dict[str, Any], spec: SelectionSp
 def test_the_retained_set_is_that_of_the_settings() -> None:
     config = HybridSparseConfig(sink_tokens=0, window_tokens=16)
     assert config.retained == RetainedSet(sink_tokens=0, window_tokens=16)
+
+
+def test_hgca_judges_tokens_and_keeps_no_summary() -> None:
+    config = HybridSparseConfig.from_mapping({"policy": "hgca"})
+    assert config.salience == SalienceSpec(beta=1.0, alpha=0.1)
+    assert config.selection == SelectionSpec()
+    assert (config.summary, config.code_bits) == (None, None)
+    given = HybridSparseConfig.from_mapping({"policy": "hgca", "hgca_beta": "0.25", "hgca_alpha": 1})
+    assert given.salience == SalienceSpec(beta=0.25, alpha=1.0)
+    assert HybridSparseConfig(policy="topk").salience is None
+    assert HybridSparseConfig(policy="topk").summary == "key_codes"
+    assert refusal_of({"policy": "hgca", "summary": "minmax"}) == (
+        "hybrid_sparse.summary='minmax': used by policy dense and topk and progressive only, and the policy is hgca"
+    )
 
 
 def test_numbers_may_come_as_text_from_the_command_line() -> None:
@@ -120,6 +134,11 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
         ({"policy": "topk", "topk_ratio": 0.0}, "hybrid_sparse.topk_ratio=0.0: must be above 0 and at most 1"),
         ({"policy": "topk", "topk_ratio": 1.1}, "hybrid_sparse.topk_ratio=1.1: must be above 0 and at most 1"),
         ({"policy": "topk", "topk_pages": 0}, "hybrid_sparse.topk_pages=0: must be 1 to 1048576"),
+        ({"policy": "hgca", "hgca_beta": 0}, "hybrid_sparse.hgca_beta=0: must be above 0, finite"),
+        ({"policy": "hgca", "hgca_beta": "1e999"}, "hybrid_sparse.hgca_beta='1e999': must be above 0, finite"),
+        ({"policy": "hgca", "hgca_alpha": 0}, "hybrid_sparse.hgca_alpha=0: must be above 0 and at most 1"),
+        ({"policy": "hgca", "hgca_alpha": 1.01}, "hybrid_sparse.hgca_alpha=1.01: must be above 0 and at most 1"),
+        ({"summary": "none"}, "hybrid_sparse.summary='none': must be one of minmax, cuboid_mean, key_codes"),
         ({"summary": "mean"}, "hybrid_sparse.summary='mean': must be one of minmax, cuboid_mean"),
         ({"sink_tokens": -16}, "hybrid_sparse.sink_tokens=-16: must be a multiple of 16, 0 to 16777216"),
         ({"sink_tokens": 20}, "hybrid_sparse.sink_tokens=20: must be a multiple of 16, 0 to 16777216"),

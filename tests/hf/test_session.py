@@ -71,6 +71,39 @@ def test_a_sparse_policy_reads_less_and_says_what() -> None:
     assert 0 < stats.pages_read < stats.pages_total
 
 
+def test_hgca_with_everything_salient_answers_as_before() -> None:
+    model = tiny_llama()
+    before = [answer(model, prompt(seed)) for seed in (1, 2)]
+    settings = HybridSparseConfig(policy="hgca", hgca_beta=1e-30, window_tokens=64)
+    with SparseSession(model, settings, max_tokens=1024):
+        assert [answer(model, prompt(seed)) for seed in (1, 2)] == before
+
+
+def test_hgca_reads_less_and_a_turn_that_is_appended_is_judged_anew() -> None:
+    model = tiny_llama(torch.bfloat16)
+    settings = HybridSparseConfig(policy="hgca", hgca_beta=2, window_tokens=64)
+    with SparseSession(model, settings, max_tokens=1024) as session, torch.no_grad():
+        cache = model(prompt()).past_key_values
+        for token in prompt(2)[0, :20]:
+            model(token[None, None], past_key_values=cache)
+        packed = [session.hgca_positions(layer) for layer in range(3)]
+        model(prompt(3)[:, :37], past_key_values=cache)
+        assert all(session.hgca_positions(layer) != packed[layer] for layer in range(3))
+        model(prompt(3)[:, :1], past_key_values=cache)
+        stats = session.runtime.take_stats()
+    assert 0 < stats.pages_read < stats.pages_total
+    assert f"{stats.packed_bytes} bytes of packed copies" in stats.describe()
+
+
+def test_hgca_begins_every_sequence_with_nothing_of_the_last() -> None:
+    model = tiny_llama()
+    settings = HybridSparseConfig(policy="hgca", hgca_beta=3, window_tokens=64)
+    with SparseSession(model, settings, max_tokens=1024):
+        first = answer(model, prompt(1))
+        answer(model, prompt(2))
+        assert answer(model, prompt(1)) == first
+
+
 def test_what_cannot_be_served_is_refused() -> None:
     model = tiny_llama()
     with pytest.raises(ConfigError, match="max_tokens=0"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, NativeAttention, NativeBatch
 from vllm_hybrid_sparse.memory.layout import BlockLayout
-from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
+from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
 
 NAN_BYTE = 0xFF  # every float dtype reads NaN from bytes of all ones
 
@@ -50,6 +50,7 @@ class Request:
     key: Tensor
     value: Tensor
     blocks: list[int] = field(default_factory=list)
+    slot: int = -1
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,17 @@ class Step:
 class ServedLayer:
     """A `NativeAttention` with a KV cache full of NaN and the requests that use it."""
 
-    def __init__(self, shape: Shape, *, num_blocks: int, seed: int = 0, row_padding_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        num_blocks: int,
+        seed: int = 0,
+        row_padding_bytes: int = 0,
+        salience: SalienceSpec | None = None,
+        retained: RetainedSet | None = None,
+    ) -> None:
+        """With `salience`, and then `retained`, the layer keeps HGCA's state, at each request's slot."""
         self.shape = shape
         self.generator = torch.Generator().manual_seed(seed)
         self.attention = NativeAttention(
@@ -83,6 +94,7 @@ class ServedLayer:
             isa=shape.isa,
             num_threads=shape.num_threads,
         )
+        self.hgca = self.attention.hgca_layer(salience, retained) if salience and retained else None
         block_bytes = shape.num_kv_heads * shape.layout.head_block_bytes
         rows = torch.full((num_blocks, block_bytes + row_padding_bytes), NAN_BYTE, dtype=torch.uint8)
         self.kv_cache = rows[:, :block_bytes]
@@ -109,16 +121,20 @@ class ServedLayer:
         decode: bool = True,
         sharpness: float = 1.0,
         key_offset: float = 0.0,
+        tokens: Tensor | None = None,
     ) -> Step:
-        """Append random tokens, `rows` = (request, how many), and attend; single rows decode if `decode`.
+        """Append tokens, `rows` = (request, how many), and attend; single rows decode if `decode`.
 
         sharpness    factor of the queries: small for flat attention, large for peaks
         key_offset   added to the keys
+        tokens       [tokens, q_heads + 2 kv_heads, head_dim]  their queries, keys and values; by default random
         """
         selection, retained = selection or SelectionSpec(), retained or RetainedSet()
         shape, query_lens = self.shape, [query_len for _, query_len in rows]
         q_width, kv_width = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         qkv = torch.randn(sum(query_lens), q_width + 2 * kv_width, generator=self.generator)
+        if tokens is not None:
+            qkv = tokens.flatten(1).clone()
         qkv[:, :q_width] *= sharpness
         qkv[:, q_width : q_width + kv_width] += key_offset
         parts = qkv.to(shape.dtype).split([q_width, kv_width, kv_width], dim=1)  # strided, as a model hands them over
@@ -135,7 +151,7 @@ class ServedLayer:
         decode_mask = [decode and query_len == 1 for query_len in query_lens]
         output = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
         batch = self.batch(requests, query_lens, decode_mask, slots)
-        self.attention.forward(query, key, value, self.kv_cache, batch, selection, retained, output)
+        self.attention.forward(query, key, value, self.kv_cache, batch, selection, retained, output, self.hgca)
         return Step(requests, query_lens, decode_mask, query, output, selection, retained)
 
     def batch(
@@ -152,6 +168,7 @@ class ServedLayer:
             block_table,
             torch.tensor(slots, dtype=torch.int64),
             torch.tensor(decode_mask, dtype=torch.bool),
+            torch.tensor([request.slot for request in requests], dtype=torch.int32) if self.hgca else None,
         )
 
     def _append_slots(self, request: Request, num_tokens: int) -> list[int]:

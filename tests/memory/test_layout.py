@@ -76,6 +76,19 @@ def test_summaries_follow_the_pages_of_the_last_head(layout: BlockLayout) -> Non
             )
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_without_a_summary_a_block_is_its_pages(dtype: str) -> None:
+    layout = BlockLayout(dtype=dtype, head_dim=32, block_tokens=48, summary="none")
+    key, value = random_block(layout)
+    block = layout.pack_reference(key, value)
+    assert layout.head_block_bytes == 3 * layout.page_bytes
+    assert block.numel() * block.element_size() == KV_HEADS * layout.head_block_bytes
+    unpacked_key, unpacked_value, summaries = layout.unpack(block, KV_HEADS)
+    assert torch.equal(unpacked_key, key)
+    assert torch.equal(unpacked_value, value)
+    assert summaries.shape == (KV_HEADS, 3, 0)
+
+
 def test_sizes_in_bytes() -> None:
     layout = BlockLayout(dtype="bf16", head_dim=64, block_tokens=128, summary="minmax")
     assert layout.pages_per_block == 8

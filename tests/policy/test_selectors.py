@@ -12,6 +12,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from numpy.typing import NDArray
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.policy.selectors import SpecSelector, group_scores, make_selector, rank_pages
 from vllm_hybrid_sparse.values import SelectionSpec
 
@@ -104,3 +105,8 @@ def test_threshold_one_never_stops() -> None:
 def test_policies_load_no_torch() -> None:
     program = "import sys, vllm_hybrid_sparse.policy.selectors as s; assert not {'torch', 'vllm'} & set(sys.modules), s"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_hgca_selects_no_pages() -> None:
+    with pytest.raises(ConfigError, match="policy='hgca': selects no pages"):
+        make_selector(HybridSparseConfig(policy="hgca"))

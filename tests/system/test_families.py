@@ -20,6 +20,7 @@ EXACT_SETTINGS: dict[str, dict[str, Any]] = {
     "dense": {"policy": "dense"},
     "progressive": {"policy": "progressive", "threshold": 1.0},
     "topk-everything": {"policy": "topk", "topk_ratio": 1.0},
+    "hgca-everything": {"policy": "hgca", "hgca_beta": 1e-30},
     "psa": {"policy": "progressive", "threshold": 1.0, "summary": "minmax"},
 }
 

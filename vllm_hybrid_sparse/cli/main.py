@@ -4,8 +4,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from vllm_hybrid_sparse import __version__
+from vllm_hybrid_sparse.cli.bench_options import BenchOptions, add_options
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 from vllm_hybrid_sparse.errors import ConfigError, HybridSparseError
 
@@ -20,6 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "model":
             print(model_dir(lambda line: print(line, file=sys.stderr)))
             return 0
+        if arguments.command == "calibrate":
+            return _calibrate(arguments)
+        if arguments.command == "bench":
+            return _bench(arguments, sys.argv[1:] if argv is None else argv)
         return _demo(arguments)
     except HybridSparseError as error:
         print(f"hybrid-sparse: {error}", file=sys.stderr)
@@ -40,6 +46,42 @@ def _demo(arguments: argparse.Namespace) -> int:
     return run_demo(arguments.text_tokens, settings)
 
 
+def _calibrate(arguments: argparse.Namespace) -> int:
+    # the other commands need no transformers
+    from vllm_hybrid_sparse.cli.calibrate import CalibrationOptions, calibrate  # noqa: PLC0415
+    from vllm_hybrid_sparse.cli.collect import SamplingPlan  # noqa: PLC0415
+    from vllm_hybrid_sparse.predictor.training import TrainingConfig  # noqa: PLC0415
+
+    figures = calibrate(
+        CalibrationOptions(
+            model=arguments.model,
+            texts=tuple(arguments.texts),
+            out=arguments.out,
+            work=arguments.work,
+            tokens=arguments.tokens,
+            windows=arguments.windows,
+            prose_windows=arguments.prose_windows,
+            skip_tokens=arguments.skip_tokens,
+            plan=SamplingPlan(
+                segment_tokens=arguments.segment_tokens, span_tokens=arguments.span_tokens, steps=arguments.steps
+            ),
+            tau=arguments.tau,
+            training=TrainingConfig(epochs=arguments.epochs, quantile=arguments.quantile, seed=arguments.seed),
+        )
+    )
+    for name, value in figures.items():
+        print(f"{name:22} {value:.4g}")
+    print(f"predictor: written to {arguments.out}")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    options = BenchOptions.of(arguments)
+    from vllm_hybrid_sparse.cli.bench import run_bench  # noqa: PLC0415 - the other commands need no aiohttp
+
+    return run_bench(options, ["hybrid-sparse", *given])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hybrid-sparse", description="Commands beside `vllm serve`.")
     parser.add_argument("--version", action="version", version=__version__)
@@ -53,7 +95,30 @@ def _parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help='settings of hybrid_sparse, e.g. \'{"policy": "topk", "topk_ratio": 0.05}\'',
     )
+    _add_calibrate(commands.add_parser("calibrate", help="train Fluxion's predictor of head properties for a model"))
+    add_options(commands.add_parser("bench", help="put load on servers and report what their clients see"))
     return parser
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="folder or name of a Transformers causal language model")
+    parser.add_argument("--texts", nargs="+", required=True, type=Path, metavar="FILE", help="UTF-8 texts")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the predictor, a safetensors file")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="where samples are kept (default: OUT.work)")
+    for name, default, meaning in (
+        ("tokens", 4096, "tokens of a window, which is one prompt"),
+        ("windows", 16, "most windows of each text, spread over it"),
+        ("prose-windows", 4, "windows of made-up prose that asks for facts"),
+        ("skip-tokens", 0, "first tokens of each text to leave out"),
+        ("segment-tokens", 1024, "tokens from one anchor query to the next"),
+        ("span-tokens", 256, "tokens after an anchor among which steps are drawn"),
+        ("steps", 8, "decode steps drawn a segment"),
+        ("epochs", 40, "passes over the samples"),
+        ("seed", 0, "of everything drawn"),
+        ("tau", 0.1, "largest output error of a head, as a share of the layer's largest head output"),
+        ("quantile", 0.5, "share of heads whose predicted budget shall suffice; 0.5 is the median"),
+    ):
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{meaning} (default %(default)s)")
 
 
 if __name__ == "__main__":

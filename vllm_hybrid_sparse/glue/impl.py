@@ -63,6 +63,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             scale=self.scale,
         )
         self._selection = self._runtime.selection
+        self._hgca = self._runtime.hgca_layer(self._attention)
 
     def forward(
         self,
@@ -99,5 +100,6 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             self._selection,
             None,
             output,
+            self._hgca,
         )
         return output

@@ -11,7 +11,9 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.runtime.host import host_runtime
 
 
 @dataclass(slots=True)
@@ -22,12 +24,14 @@ class HybridSparseMetadata(AttentionMetadata):
 
 
 class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]):
-    """Wraps vLLM's own CPU tensors; copies none but the decode mask."""
+    """Wraps vLLM's own CPU tensors; copies none but the decode mask. Names the slots of requests that have state."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        runtime = host_runtime(settings_of(vllm_config))
+        self._requests = runtime.requests if runtime.keeps_request_state else None
 
     def build(
         self,
@@ -47,6 +51,7 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
                 meta.block_table_tensor[:requests],
                 meta.slot_mapping,
                 decoding,
+                self._requests.of_batch(requests) if self._requests is not None else None,
             )
         )
 

@@ -18,6 +18,8 @@ logger = init_logger("vllm.hybrid_sparse")
 class HybridSparseCPUWorker(CPUWorker):
     """On a machine without a GPU vLLM's own KV memory is the host store, and every page is computed where it lies."""
 
+    _connected = False  # whether a KV connector is configured
+
     def get_kv_cache_spec(self) -> Any:
         """The layers' specs; the backend reads our settings from the current configuration to size a block."""
         with set_current_vllm_config(self.vllm_config):
@@ -28,6 +30,7 @@ class HybridSparseCPUWorker(CPUWorker):
         super().initialize_from_config(kv_cache_config)
         self._runtime = host_runtime(settings_of(self.vllm_config))
         self._connected = self.vllm_config.kv_transfer_config is not None
+        self._runtime.requests.follow(lambda: self.model_runner.input_batch.req_ids)
         self._interval_s = self._runtime.settings.log_interval_s
         self._next_report = time.monotonic() + self._interval_s
         started = time.monotonic()
@@ -40,7 +43,13 @@ class HybridSparseCPUWorker(CPUWorker):
         )
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """One step; every log_interval_s with decoding in it, a line on how much of the cache was read."""
+        """One step; every log_interval_s with decoding in it, a line on how much of the cache was read.
+
+        Requests that finished or were aborted since the last step, or were preempted for this one, lose their state
+        first: one that is resumed, or comes with the same id, begins again.
+        """
+        self._runtime.requests.release(scheduler_output.finished_req_ids)
+        self._runtime.requests.release(scheduler_output.preempted_req_ids or ())
         self._runtime.loaded_blocks = self._loaded_blocks(scheduler_output) if self._connected else None
         result = super().execute_model(scheduler_output)
         if self._interval_s and time.monotonic() >= self._next_report:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
@@ -47,6 +48,7 @@ class _Layer:
 
     attention: NativeAttention
     kv_cache: Tensor  # [blocks, kv_heads * head_block_bytes] uint8
+    hgca: _native.HgcaLayer | None
     tokens: int = 0
     adoption: int = 0  # the session's, when `tokens` was last true
 
@@ -82,6 +84,7 @@ class SparseSession:
         self._watch = watch
         self._layers: dict[int, _Layer] = {}
         self._block_table = torch.arange(self._blocks, dtype=torch.int32)[None]
+        self._slots = self.runtime.requests.of(["the sequence"])
         self._before = ""
         self._adoption = 0
 
@@ -104,9 +107,12 @@ class SparseSession:
     def adopt(self) -> None:
         """Take the sequence over from the cache of the model's next call, whoever computed it.
 
-        What that cache holds of earlier tokens is stored again, without attending, so one prefill serves sessions of
-        any settings, and a cache that was cropped may be decoded from again.
+        What that cache holds of earlier tokens is stored again, without attending, so one prefill serves sessions of any
+        settings, and a cache that was cropped may be decoded from again. ConfigError with policy hgca, which chooses by
+        the attention of a prefill.
         """
+        if self.runtime.keeps_request_state:
+            raise ConfigError(f"policy={self.runtime.settings.policy!r}: needs a prefill in the session, not adopt()")
         self._adoption += 1
 
     def take_stats(self) -> DecodeStats:
@@ -141,6 +147,7 @@ class SparseSession:
             self._block_table,
             torch.arange(total - new, total),
             torch.tensor([new == 1]),
+            self._slots,
         )
         layer.attention.forward(
             query.transpose(0, 1).contiguous(),
@@ -151,6 +158,7 @@ class SparseSession:
             self.runtime.selection,
             None,
             output,
+            layer.hgca,
         )
         layer.tokens = total
         if self._watch and new == 1:
@@ -185,6 +193,13 @@ class SparseSession:
         )
         layer.tokens = tokens
 
+    def hgca_positions(self, index: int) -> list[list[int]]:
+        """What HGCA has packed of the sequence in one layer: [kv_heads] positions. ConfigError under other policies."""
+        layer = self._layers[index]
+        if layer.hgca is None:
+            raise ConfigError(f"policy={self.runtime.settings.policy!r}: packs nothing")
+        return [list(layer.hgca.salient(0, head)) for head in range(layer.attention.num_kv_heads)]
+
     def _layer(self, index: int, query: Tensor, key: Tensor, scale: float) -> _Layer:
         if index not in self._layers:
             attention = self.runtime.attention(
@@ -196,7 +211,8 @@ class SparseSession:
                 scale=scale,
             )
             block_bytes = key.shape[0] * attention.layout.head_block_bytes
-            self._layers[index] = _Layer(attention, torch.empty(self._blocks, block_bytes, dtype=torch.uint8))
+            kv_cache = torch.empty(self._blocks, block_bytes, dtype=torch.uint8)
+            self._layers[index] = _Layer(attention, kv_cache, self.runtime.hgca_layer(attention))
         return self._layers[index]
 
 

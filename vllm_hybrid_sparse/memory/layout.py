@@ -11,6 +11,7 @@ summaries of all heads, and reads them in one piece.
              key_codes, whatever the dtype: lines of [16 tokens][4 dims] bytes, each with 8 / code_bits such dims from
              its lowest bits on, [head_dim / 2] bytes with the mean, [16 tokens] bytes, bf16 unit of these bytes, bf16
              unit of the mean, zeros (kernels/key_codes)
+             none: nothing
 
 One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no sum across lanes. All
 elements, those of bounds and centres too, are of the KV dtype. Only the summary of a full page holds anything.
@@ -38,7 +39,7 @@ class BlockLayout:
     dtype: str  # of K, V and summaries: bf16 | f16 | f32
     head_dim: int  # a multiple of 16, 16 to 512
     block_tokens: int  # tokens of vLLM's block; a multiple of 16
-    summary: str  # minmax | cuboid_mean | key_codes
+    summary: str  # minmax | cuboid_mean | key_codes | none
     code_bits: int = 2  # bits a dimension of key_codes
 
     def __post_init__(self) -> None:
@@ -103,6 +104,8 @@ class BlockLayout:
             key_part = paged_key.transpose(2, 3)
             value_part = paged_value
         pages = torch.cat((key_part.flatten(2), value_part.flatten(2)), dim=2)
+        if self.summary == "none":
+            return pages.flatten()
         if self.summary == "key_codes":
             codes = [pack_codes(encode_keys(head, self.code_bits)) for head in key.unbind(1)]
             summaries = torch.stack(codes).view(self.torch_dtype)
@@ -115,7 +118,7 @@ class BlockLayout:
 
         block     [any], num_kv_heads * head_block_bytes contiguous bytes of any dtype
         returns   key, value [block_tokens, kv_heads, head_dim]; summaries [kv_heads, pages, vectors, head_dim], of key
-                  codes [kv_heads, pages, summary_bytes] uint8
+                  codes and of none [kv_heads, pages, summary_bytes] uint8
         """
         elements = block.view(self.torch_dtype)
         pages_elements = num_kv_heads * self.pages_per_block * self.page_bytes // self.element_bytes
@@ -128,8 +131,8 @@ class BlockLayout:
             value = value_part
         heads_shape = (num_kv_heads, self.block_tokens, self.head_dim)
         rest = elements[pages_elements : num_kv_heads * self.head_block_bytes // self.element_bytes]
-        if self.summary == "key_codes":
-            summaries = rest.view(torch.uint8).view(num_kv_heads, self.pages_per_block, -1)
+        if self.summary in ("key_codes", "none"):
+            summaries = rest.view(torch.uint8).view(num_kv_heads, self.pages_per_block, self.summary_bytes)
         else:
             summaries = rest.view(num_kv_heads, self.pages_per_block, -1, self.head_dim)
         return key.reshape(heads_shape).transpose(0, 1), value.reshape(heads_shape).transpose(0, 1), summaries

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.values import SelectionSpec
 
 Floats = NDArray[np.floating[Any]]
@@ -89,5 +90,7 @@ class SpecSelector:
 
 
 def make_selector(config: HybridSparseConfig) -> Selector:
-    """The selector of the policy that the user chose."""
+    """The selector of the policy that the user chose. Raises ConfigError for hgca, which judges tokens, not pages."""
+    if config.salience is not None:
+        raise ConfigError(f"policy={config.policy!r}: selects no pages; see kernels/hgca/reference.py")
     return SpecSelector(config.selection)

@@ -9,6 +9,7 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, make_thread_pool, native_selection
 from vllm_hybrid_sparse.metrics import DecodeStats
+from vllm_hybrid_sparse.runtime.requests import RequestSlots
 
 
 def helper_cpus(threads: int) -> list[int]:
@@ -34,6 +35,8 @@ class HostRuntime:
         # Blocks of requests in the step under way that a KV connector may have written; the worker sets it, each layer
         # summarises them before it attends.
         self.loaded_blocks: torch.Tensor | None = None
+        self.requests = RequestSlots()
+        self._hgca_layers: list[_native.HgcaLayer] = []
         self._attention: dict[tuple[torch.dtype, int, int, int, int, float], NativeAttention] = {}
 
     def attention(
@@ -56,12 +59,26 @@ class HostRuntime:
                 head_dim=head_dim,
                 block_tokens=block_tokens,
                 scale=scale,
-                summary=self.settings.summary,
+                summary=self.settings.summary or "none",
                 code_bits=self.settings.code_bits or 2,
                 isa=self.settings.isa,
                 pool=self.pool,
             )
         return self._attention[shape]
+
+    @property
+    def keeps_request_state(self) -> bool:
+        """Whether the policy keeps state of a request beside its KV cache, so that batches need `slots`."""
+        return self.settings.salience is not None
+
+    def hgca_layer(self, attention: NativeAttention) -> _native.HgcaLayer | None:
+        """What one layer keeps of the requests, by the slots of `requests`; None where the policy keeps nothing."""
+        if self.settings.salience is None:
+            return None
+        layer = attention.hgca_layer(self.settings.salience, self.settings.retained)
+        self._hgca_layers.append(layer)
+        self.requests.attach(layer)
+        return layer
 
     def describe(self) -> str:
         """Settings in effect and what they became on this machine."""
@@ -71,7 +88,7 @@ class HostRuntime:
 
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""
-        total = DecodeStats()
+        total = DecodeStats(packed_bytes=sum(layer.packed_bytes for layer in self._hgca_layers))
         for attention in self._attention.values():
             total = total + DecodeStats.from_native(attention.stats(), attention.layout)
             attention.reset_stats()

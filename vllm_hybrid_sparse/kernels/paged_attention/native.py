@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.values import CODE_BITS, MAX_HEAD_DIM, SUMMARY_VECTORS, RetainedSet, SelectionSpec
+from vllm_hybrid_sparse.values import CODE_BITS, MAX_HEAD_DIM, SUMMARY_VECTORS, RetainedSet, SalienceSpec, SelectionSpec
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
@@ -51,6 +51,7 @@ class NativeBatch:
         block_table: Tensor,
         slot_mapping: Tensor,
         decode_mask: Tensor,
+        slots: Tensor | None = None,
     ) -> Self:
         """Check and wrap; all on the CPU, `slot_mapping` may be longer than the batch.
 
@@ -59,6 +60,8 @@ class NativeBatch:
         block_table       [requests, max_blocks] int32  block ids, rows may be strided
         slot_mapping      [tokens]               int64  block * block_tokens + offset, negative: do not store
         decode_mask       [requests]             bool | uint8  one query token, attends sparsely; others exactly
+        slots             [requests]             int32  where a layer keeps each request's state, no two the same;
+                                                        negative: nowhere; None: the layers keep none
         """
         requests = seq_lens.shape[0]
         wanted = (
@@ -66,6 +69,7 @@ class NativeBatch:
             ("seq_lens", seq_lens, torch.int32, 1),
             ("block_table", block_table, torch.int32, 2),
             ("slot_mapping", slot_mapping, torch.int64, 1),
+            *((("slots", slots, torch.int32, 1),) if slots is not None else ()),
         )
         for name, tensor, dtype, dims in wanted:
             if tensor.dtype != dtype or tensor.dim() != dims or tensor.device.type != "cpu":
@@ -86,6 +90,8 @@ class NativeBatch:
                 f"slot_mapping={slot_mapping.shape[0]}, decode_mask={mask.shape[0]}: must cover {num_tokens} tokens "
                 f"and {requests} requests"
             )
+        if slots is not None and slots.shape[0] < requests:
+            raise KernelError(f"slots={slots.shape[0]}: must cover {requests} requests")
         native = _native.Batch(
             requests,
             query_start_loc.data_ptr(),
@@ -94,8 +100,10 @@ class NativeBatch:
             block_table.stride(0),
             slot_mapping.data_ptr(),
             mask.data_ptr(),
+            slots.data_ptr() if slots is not None else 0,
         )
-        return cls(native, num_tokens, (query_start_loc, seq_lens, block_table, slot_mapping, mask))
+        kept = (query_start_loc, seq_lens, block_table, slot_mapping, mask, *((slots,) if slots is not None else ()))
+        return cls(native, num_tokens, kept)
 
 
 def native_selection(selection: SelectionSpec, retained: RetainedSet) -> _native.Selection:
@@ -172,6 +180,7 @@ class NativeAttention:
         selection: _native.Selection | SelectionSpec,
         retained: RetainedSet | None,
         output: Tensor,
+        hgca: _native.HgcaLayer | None = None,
     ) -> None:
         """Append the batch's keys and values, summarise the pages they fill, attend, and write `output`.
 
@@ -180,11 +189,14 @@ class NativeAttention:
         kv_cache        [blocks, …]                    any dtype; a row's first kv_heads * head_block_bytes bytes are
                                                        the block, contiguous
         selection       with `retained`, or a `native_selection` made once, with None
+        hgca            from `hgca_layer`: what decode rows read beside its dense window, instead of the selection
         """
         if isinstance(selection, SelectionSpec):
             selection = native_selection(selection, retained or RetainedSet())
         if selection.estimated_remainder and self._summary != "key_codes":
             raise KernelError(f"estimated_remainder: needs summary key_codes, not {self._summary}")
+        if hgca is not None and not batch.native.has_slots:
+            raise KernelError("slots=None: must be given where a layer keeps the state of requests")
         tokens = batch.num_tokens
         self._check_rows("query", query, self.num_q_heads, tokens)
         self._check_rows("output", output, self.num_q_heads, tokens)
@@ -207,6 +219,18 @@ class NativeAttention:
             output.stride(0),
             batch.native,
             selection,
+            hgca,
+        )
+
+    def hgca_layer(self, salience: SalienceSpec, retained: RetainedSet) -> _native.HgcaLayer:
+        """What HGCA keeps of the requests of one layer; one for each layer. `kernels/hgca/reference.py` says what."""
+        return _native.HgcaLayer(
+            group=self.num_q_heads // self.num_kv_heads,
+            kv_heads=self.num_kv_heads,
+            beta=salience.beta,
+            alpha=salience.alpha,
+            sink_tokens=retained.sink_tokens,
+            window_tokens=retained.window_tokens,
         )
 
     def summarize(self, kv_cache: Tensor, blocks: Tensor) -> None:

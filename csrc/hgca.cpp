@@ -1,0 +1,182 @@
+// HGCA's decode rows: the dense window exactly, the salient entries of the host side from their packed copy, merged; the
+// moving averages brought up to date, and entries judged when their page leaves the window (HGCA, Algorithms 1 and 2).
+#include <algorithm>
+#include <cmath>
+
+#include "engine.h"
+
+namespace hybrid_sparse {
+
+void Engine::attend_hgca(const LayerCall& call, const Batch& batch, HgcaLayer& layer) {
+  collect_hgca_items(batch, layer);
+  if (hgca_items_.empty()) return;
+  const bool evicts = std::any_of(hgca_items_.begin(), hgca_items_.end(), [&](const HgcaItem& item) {
+    return item.state && HgcaPages(layer.rule(), item.seq_len - 1).recent_begin < item.pages.recent_begin;
+  });
+  if (evicts)
+    pool_.for_each(static_cast<int>(hgca_items_.size()), [&](int i) { evict(call, batch, layer, hgca_items_[i]); });
+  add_hgca_spans();
+  pool_.for_each(static_cast<int>(hgca_spans_.size()), [&](int i) {
+    attend_hgca_span(call, batch, hgca_spans_[i]);
+    HgcaItem& item = hgca_items_[hgca_spans_[i].item];
+    std::atomic_ref<int> pending(item.pending);
+    if (pending.fetch_sub(1, std::memory_order_acq_rel) == 1) finish_hgca_item(call, layer, item);
+  });
+  for (const HgcaItem& item : hgca_items_) {
+    if (!item.state) continue;
+    HgcaRequest& request = layer.request(batch.slots[item.request]);
+    request.tokens = item.seq_len;
+    request.judge_rows = 0;
+    std::vector<char>().swap(request.judges);
+  }
+  count_hgca_stats();
+}
+
+// A row is sparse where the request's state is for the tokens before it. Elsewhere (a prompt's single row, a request that was
+// resumed) it attends to everything, and `reevaluate` makes the state.
+void Engine::collect_hgca_items(const Batch& batch, HgcaLayer& layer) {
+  hgca_items_.clear();
+  for (int r = 0; r < batch.requests; ++r) {
+    const int token = batch.query_start[r];
+    const int seq_len = batch.seq_lens[r];
+    if (batch.query_start[r + 1] - token != 1 || seq_len <= 0) continue;
+    HgcaRequest* request = batch.decode[r] && batch.slots[r] >= 0 ? &layer.request(batch.slots[r]) : nullptr;
+    const bool sparse = request && request->tokens == seq_len - 1;
+    for (int head = 0; head < geometry_.kv_heads; ++head)
+      hgca_items_.push_back({r, head, token, seq_len, HgcaPages(layer.rule(), seq_len),
+                             sparse ? &request->heads[head] : nullptr, 0, 0, 0, 0, 0, {}});
+  }
+}
+
+// Lines 10 to 14 and 23 to 25: what leaves the window is salient where some head's average is above beta / entries of the
+// window; the heads of the group share the packed tokens. A page that the new token begins starts with averages of 0.
+void Engine::evict(const LayerCall& call, const Batch& batch, const HgcaLayer& layer, HgcaItem& item) {
+  if (!item.state) return;
+  const int before = item.seq_len - 1;
+  const HgcaPages old(layer.rule(), before);
+  const float limit = layer.rule().beta / static_cast<float>(old.window_tokens(before));
+  const PageTable table = page_table(call, batch, item.request, item.head);
+  for (int p = std::max(old.recent_begin, item.pages.sink_end) * kPageTokens; p < item.pages.recent_begin * kPageTokens; ++p) {
+    bool salient = false;
+    for (int g = 0; g < layer.group(); ++g) salient = salient || *layer.average(*item.state, g, p) > limit;
+    if (salient) pack(*item.state, table, p);
+  }
+}
+
+void Engine::pack(HgcaHead& state, const PageTable& from, int position) {
+  const Layout& layout = geometry_.layout;
+  PackedPages& packed = state.packed;
+  const int index = packed.tokens();
+  packed.reserve(index + 1, layout.page_bytes());
+  kernels_.copy_token(packed.page(index / kPageTokens), index % kPageTokens, from.page(position / kPageTokens),
+                      position % kPageTokens, layout.head_dim);
+  packed.add(position);
+}
+
+// An item's reading in pieces, each with a state of its own: as many as keep the threads busy.
+void Engine::add_hgca_spans() {
+  hgca_spans_.clear();
+  int64_t pages = 0;
+  int64_t scores = 0;
+  for (HgcaItem& item : hgca_items_) {
+    if (!item.state) {
+      pages += item.pages.pages;
+      continue;
+    }
+    for (int p = 0; p < item.pages.sink_end; ++p) item.window.push_back(p);
+    for (int p = item.pages.recent_begin; p < item.pages.pages; ++p) item.window.push_back(p);
+    item.score_offset = scores;
+    scores += static_cast<int64_t>(item.window.size()) * kPageTokens * geometry_.group();
+    pages += static_cast<int64_t>(item.window.size()) + item.state->packed.pages();
+  }
+  if (static_cast<int64_t>(window_scores_.size()) < scores) window_scores_.resize(scores);
+  const int64_t span_pages = pool_.size() == 1 ? pages : std::max<int64_t>(kMinSpanPages, pages / (kSpansPerThread * pool_.size()));
+  int states = 0;
+  const auto add = [&](int item, HgcaSpan::Part part, int count) {
+    const int pieces = static_cast<int>((count + span_pages - 1) / span_pages);
+    for (int s = 0; s < pieces; ++s) {
+      const int begin = static_cast<int>(int64_t{count} * s / pieces);
+      const int end = static_cast<int>(int64_t{count} * (s + 1) / pieces);
+      hgca_spans_.push_back({item, part, begin, end - begin, states++});
+    }
+  };
+  for (int i = 0; i < static_cast<int>(hgca_items_.size()); ++i) {
+    HgcaItem& item = hgca_items_[i];
+    item.first_state = states;
+    if (item.state) {
+      add(i, HgcaSpan::Part::window, static_cast<int>(item.window.size()));
+      item.window_states = states - item.first_state;
+      add(i, HgcaSpan::Part::packed, item.state->packed.pages());
+    } else {
+      add(i, HgcaSpan::Part::everything, item.pages.pages);
+    }
+    item.states = item.pending = states - item.first_state;
+  }
+  reserve_states(states);
+}
+
+void Engine::attend_hgca_span(const LayerCall& call, const Batch& batch, const HgcaSpan& span) {
+  const Layout& layout = geometry_.layout;
+  const int group = geometry_.group();
+  const HgcaItem& item = hgca_items_[span.item];
+  const bool packed = span.part == HgcaSpan::Part::packed;
+  static thread_local std::vector<const void*> queries;
+  static thread_local std::vector<int32_t> visible;
+  static thread_local std::vector<char> prepared;
+  const int64_t operand_bytes = kernels_.query_bytes(layout.head_dim);
+  queries.resize(group);
+  visible.assign(group, packed ? item.state->packed.tokens() : item.seq_len);
+  prepared.resize(group * operand_bytes);
+  for (int g = 0; g < group; ++g)
+    queries[g] = kernels_.prepare_query(query_row(call, item.token, item.head * group + g), layout.head_dim,
+                                        prepared.data() + g * operand_bytes);
+  float* target = state(span.state);
+  AttendArgs args{queries.data(), visible.data(), group, nullptr, span.begin, span.count,
+                  packed ? item.state->packed.table() : page_table(call, batch, item.request, item.head),
+                  layout.head_dim, geometry_.scale, target, target + group, target + 3 * group, nullptr};
+  if (span.part != HgcaSpan::Part::window) return kernels_.attend(args);
+  args.pages = item.window.data() + span.begin;
+  args.token_scores_stride = static_cast<int64_t>(item.window.size()) * kPageTokens;
+  args.token_scores = window_scores_.data() + item.score_offset + int64_t{span.begin} * kPageTokens;
+  kernels_.attend_keeping_scores(args);
+}
+
+void Engine::finish_hgca_item(const LayerCall& call, const HgcaLayer& layer, HgcaItem& item) {
+  const int group = geometry_.group();
+  float* acc = state(item.first_state);
+  for (int s = 1; s < item.window_states; ++s) merge_state(acc, state(item.first_state + s), group);
+  if (item.state) average_weights(layer, item, acc);
+  for (int s = std::max(1, item.window_states); s < item.states; ++s) merge_state(acc, state(item.first_state + s), group);
+  store_rows(call, acc, item.token, item.head);
+}
+
+// Line 8, of the recent entries: those of the sink never leave the window.
+void Engine::average_weights(const HgcaLayer& layer, HgcaItem& item, const float* window_state) {
+  const int64_t stride = static_cast<int64_t>(item.window.size()) * kPageTokens;
+  const float alpha = layer.rule().alpha;
+  for (int g = 0; g < layer.group(); ++g) {
+    const float of_window = lse(window_state, g);
+    const float* scores = window_scores_.data() + item.score_offset + g * stride + item.pages.sink_end * kPageTokens;
+    if (item.seq_len % kPageTokens == 1)  // the token begins a page, where a page lay that has left the window
+      std::fill_n(layer.average(*item.state, g, item.seq_len - 1), kPageTokens, 0.0f);
+    for (int p = item.pages.recent_begin * kPageTokens; p < item.seq_len;) {
+      const int to_wrap = static_cast<int>(layer.ring_tokens() - p % layer.ring_tokens());
+      const int count = std::min(item.seq_len - p, to_wrap);
+      kernels_.blend_weights(scores, count, of_window, 1.0f - alpha, alpha, layer.average(*item.state, g, p));
+      scores += count;
+      p += count;
+    }
+  }
+}
+
+void Engine::count_hgca_stats() {
+  ++stats_.calls;
+  stats_.items += static_cast<int64_t>(hgca_items_.size());
+  for (const HgcaItem& item : hgca_items_) {
+    stats_.pages_total += item.pages.pages;
+    stats_.pages_candidate += item.pages.host_pages();
+    stats_.pages_read += item.state ? static_cast<int64_t>(item.window.size()) + item.state->packed.pages() : item.pages.pages;
+  }
+}
+
+}  // namespace hybrid_sparse

@@ -1,0 +1,207 @@
+"""`hybrid-sparse bench` from its options to its report, on small servers in this process."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.load.fake_server import FakeServer, Reply, answer_in_full, serving, token
+from vllm_hybrid_sparse.cli.main import main
+from vllm_hybrid_sparse.cli.server import free_port
+from vllm_hybrid_sparse.load.traces import read_trace
+
+URL = "http://127.0.0.1:1"
+
+
+def bench(*options: str) -> int:
+    return main(["bench", *options])
+
+
+def report(out: Path) -> dict[str, Any]:
+    assert out.with_suffix(".html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    content = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+    assert isinstance(content, dict)
+    return content
+
+
+def test_prose_has_the_tokens_asked_for_by_the_server_s_own_count(tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    with serving() as server:
+        options = ("--prose", "60:1,240:1", "--output-tokens", "5", "--requests", "8", "--clients", "2")
+        assert bench("--url", server.url, *options, "--out", str(out)) == 0
+    (side,) = report(out)["servers"]
+    assert side["figures"]["outcomes"] == {"ok": 8}
+    assert side["figures"]["output_tokens"] == 40
+    for request in side["runs"][0]["requests"]:
+        assert min(abs(request["prompt_tokens"] - asked) for asked in (60, 240)) < 12
+
+
+def test_two_measurements_of_a_server_share_no_prefix(tmp_path: Path) -> None:
+    with serving() as server:
+        for number in range(2):
+            options = ("--prose", "40", "--requests", "2", "--output-tokens", "3", "--clients", "1", "--warm-up", "1")
+            assert bench("--url", server.url, *options, "--out", str(tmp_path / f"r{number}")) == 0
+        asked = [body["prompt"].partition("\n")[0] for body in server.requests if body["max_tokens"] == 3]
+    assert len(asked) == 6
+    assert len(set(asked)) == 4  # warm-up and run of both
+
+
+def test_documents_are_read_first_and_two_servers_asked_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for name in ("one.txt", "two.txt"):
+        paths.append(tmp_path / name)
+        paths[-1].write_text(f"{name} " + "tells of a river and a mill. " * 100)
+    with serving() as stock, serving() as ours:
+        options = ("--documents", *map(str, paths), "--document-tokens", "90", "--questions-per-document", "3")
+        sides = ("--url", f"stock={stock.url}", "--vs", f"ours={ours.url}")
+        load = ("--rate", "500", "--rounds", "2", "--output-tokens", "4", "--out", str(tmp_path / "r.html"))
+        assert bench(*sides, *options, *load) == 0
+        asked = [[body["prompt"] for body in server.requests if body["max_tokens"] == 4] for server in (stock, ours)]
+    assert sorted(asked[0]) == sorted(asked[1])
+    content = report(tmp_path / "r")
+    assert [side["name"] for side in content["servers"]] == ["stock", "ours"]
+    assert content["trace"]["groups"] == {"one.txt": 3, "two.txt": 3}
+    assert {run["name"] for run in content["servers"][0]["runs"]} == {"round 1", "round 2"}
+    assert [ratio["figure"] for ratio in content["ratios"]["ours"]]
+    shown = capsys.readouterr()
+    assert "ours against stock" in shown.out
+    assert "stock: reading one.txt" in shown.err
+    assert "sent 6 of 6, running 0, done 6, failed 0" in shown.err
+
+
+def test_a_saved_trace_is_run_again_at_its_own_times(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = (
+        '{"prompt": [1, 2, 3], "max_tokens": 3, "arrival_s": 0.0}',
+        '{"prompt": "a b", "max_tokens": 2, "arrival_s": 0.01}',
+    )
+    trace.write_text("\n".join(lines))
+    with serving() as server:
+        options = ("--recorded-times", "--save-trace", str(tmp_path / "saved.jsonl"), "--out", str(tmp_path / "r"))
+        assert bench("--url", server.url, "--trace", str(trace), *options) == 0
+        assert [1, 2, 3] in [body["prompt"] for body in server.requests]
+    assert read_trace(tmp_path / "saved.jsonl") == read_trace(trace)
+    (run,) = report(tmp_path / "r")["servers"][0]["runs"]
+    assert [request["due_s"] for request in run["requests"]] == [0.0, 0.01]
+
+
+def test_capacity_is_searched_and_every_try_reported(tmp_path: Path) -> None:
+    def answer(server: FakeServer, body: dict[str, Any]) -> Reply:
+        return Reply([b"full"], status=429) if "overflow" in body["prompt"] else answer_in_full(server, body)
+
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": "a b", "max_tokens": 3}\n{"prompt": "overflow", "max_tokens": 3}\n')
+    options = ("--capacity", "psa", "--first-rate", "400", "--tries", "2", "--warm-up", "1", "--iteration-ms", "10")
+    with serving(answer) as server:
+        assert bench("--url", server.url, "--trace", str(trace), *options, "--out", str(tmp_path / "r")) == 0
+    (found,) = report(tmp_path / "r")["capacity"]["servers"]
+    assert [one["rate"] for one in found["tries"]] == [400.0, 200.0, 100.0, 50.0]
+    for one in found["tries"]:
+        assert "1 of 2 requests not answered" in one["broken"]["strict"]
+    assert found["capacity"]["strict"]["holds_per_s"] is None
+
+
+def test_failed_requests_make_the_status_one_and_stay_in_the_report(tmp_path: Path) -> None:
+    def answer(server: FakeServer, body: dict[str, Any]) -> Reply:
+        return Reply([b"no"], status=500) if "bad" in body["prompt"] else answer_in_full(server, body)
+
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": "a", "max_tokens": 3}\n' * 2 + '{"prompt": "a bad one", "max_tokens": 3}\n')
+    with serving(answer) as server:
+        options = ("--trace", str(trace), "--clients", "1", "--warm-up", "1", "--out", str(tmp_path / "r"))
+        assert bench("--url", server.url, *options) == 1
+    figures = report(tmp_path / "r")["servers"][0]["figures"]
+    assert figures["outcomes"] == {"ok": 2, "refused": 1}
+
+
+def test_an_interruption_writes_what_was_measured(tmp_path: Path) -> None:
+    def answer(server: FakeServer, body: dict[str, Any]) -> Reply:
+        if "stay" not in body["prompt"]:
+            return answer_in_full(server, body)
+        return Reply([token("a")], then="hang", before=lambda: os.kill(os.getpid(), signal.SIGINT))
+
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": "a", "max_tokens": 3}\n' * 2 + '{"prompt": "stay with me", "max_tokens": 3}\n' * 3)
+    with serving(answer) as server:
+        options = ("--trace", str(trace), "--clients", "1", "--warm-up", "1", "--out", str(tmp_path / "r"))
+        assert bench("--url", server.url, *options) == 130
+        assert server.gone.wait(10)
+    content = report(tmp_path / "r")
+    figures = content["servers"][0]["figures"]
+    assert content["interrupted"]
+    assert figures["outcomes"] == {"ok": 2, "aborted": 1}
+    assert figures["not_sent"] == 2
+
+
+PROSE = ("--prose", "50")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((*PROSE, "--rate", "0"), "rate=0.0: must be above 0"),
+        ((*PROSE, "--rate", "-2"), "rate=-2.0: must be above 0"),
+        ((*PROSE, "--rate", "nan"), "rate=nan: must be above 0"),
+        ((*PROSE, "--capacity", "psa", "--first-rate", "0"), "first-rate=0.0: must be above 0"),
+        ((*PROSE,), "rate, clients, recorded-times, capacity: exactly one"),
+        ((*PROSE, "--rate", "1", "--clients", "2"), "rate, clients, recorded-times, capacity: exactly one"),
+        (("--rate", "1"), "trace, documents, prose: at least one"),
+        ((*PROSE, "--rate", "1", "--requests", "0"), "requests=0: must be at least 1"),
+        ((*PROSE, "--rate", "1", "--rounds", "0"), "rounds=0: must be at least 1"),
+        ((*PROSE, "--capacity", "psa", "--rounds", "2"), "rounds=2: must be 1 with capacity"),
+        ((*PROSE, "--capacity", "psa", "--tries", "0"), "tries=0: must be at least 1"),
+        ((*PROSE, "--capacity", "psa", "--tolerance", "0"), "tolerance=0.0: must be above 0"),
+        ((*PROSE, "--capacity", "psa", "--iteration-ms", "0"), "iteration-ms=0: must be above 0"),
+        ((*PROSE, "--rate", "1", "--goodput", "speed:9"), "goodput=speed:9: names are ttft, tbt, tpot, e2e"),
+        ((*PROSE, "--rate", "1", "--extra-body", "["), "extra-body=[: must be JSON"),
+        ((*PROSE, "--rate", "1", "--extra-body", "[]"), "extra-body=[]: must be a JSON object"),
+        ((*PROSE, "--rate", "1", "--vs", "nowhere"), "vs=nowhere: must be http://HOST"),
+        ((*PROSE, "--rate", "1", "--vs", URL), "servers must differ in name"),
+        ((*PROSE, "--rate", "1", "--timeout", "0"), "timeout=0.0: must be above 0"),
+        ((*PROSE, "--rate", "1", "--retries", "-1"), "retries=-1: must be 0 or more"),
+        ((*PROSE, "--rate", "1", "--warm-up", "0"), "warm-up=0: must be at least 1"),
+        ((*PROSE, "--clients", "0"), "clients=0: must be at least 1"),
+        ((*PROSE, "--rate", "1", "--speed", "0"), "speed=0.0: must be above 0"),
+        (("--prose", "0", "--rate", "1"), "prose=0: lengths and weights"),
+        (("--trace", "missing.jsonl", "--rate", "1"), "trace=missing.jsonl: must be a readable file"),
+        (("--documents", "missing.txt", "--rate", "1"), "documents=missing.txt: must be a readable file"),
+        ((*PROSE, "--rate", "1", "--questions", "missing.txt"), "questions=missing.txt: must be a readable file"),
+    ],
+)
+def test_a_bad_option_is_refused_before_any_server_is_asked(
+    options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert bench("--url", URL, *options, "--out", str(tmp_path / "r")) == 1
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_malformed_line_of_a_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t").write_text('{"prompt": "a", "max_tokens": 1}\nnot json\n')
+    assert bench("--url", URL, "--trace", str(tmp_path / "t"), "--rate", "1") == 1
+    assert "line 2: must be JSON" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_or_refuses_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ("--out", str(tmp_path / "r"))
+    url = f"http://127.0.0.1:{free_port()}"
+    assert bench("--url", url, *PROSE, "--rate", "1", *out) == 1
+    assert f"url={url}: cannot be reached" in capsys.readouterr().err
+    with serving(lambda _server, _body: Reply([b"no key"], status=401)) as server:
+        assert bench("--url", server.url, *PROSE, "--rate", "1", *out) == 1
+    assert "HTTP 401: no key" in capsys.readouterr().err
+    with serving() as server:
+        assert bench("--url", server.url, *PROSE, "--rate", "1", "--model", "other", *out) == 1
+    assert "model=other: " in capsys.readouterr().err
+
+
+def test_more_requests_than_the_trace_has_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t").write_text('{"prompt": "a", "max_tokens": 1}\n')
+    with serving() as server:
+        assert bench("--url", server.url, "--trace", str(tmp_path / "t"), "--requests", "2", "--rate", "1") == 1
+    assert "requests=2: the trace has 1" in capsys.readouterr().err

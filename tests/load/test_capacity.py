@@ -1,0 +1,169 @@
+"""The search for the highest rate: on made-up verdicts, and on servers that are a few timers."""
+
+import asyncio
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.load.model_server import ModelSide, record_of, simple_requests
+from tests.load.virtual_time import run_virtually
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.load.arrivals import poisson
+from vllm_hybrid_sparse.load.capacity import Search, Slo, bracket, psa_slos
+from vllm_hybrid_sparse.load.exchange import Outcome
+from vllm_hybrid_sparse.load.figures import figures
+from vllm_hybrid_sparse.load.queueing import Unloaded
+from vllm_hybrid_sparse.load.runner import Run
+from vllm_hybrid_sparse.load.search import Capacity, search_in_turns
+from vllm_hybrid_sparse.load.turns import Load, Results
+
+
+@given(capacity=st.floats(0.01, 100), first=st.floats(0.01, 100), tolerance=st.sampled_from([0.02, 0.1, 0.5]))
+def test_bisecting_closes_in_on_the_capacity(capacity: float, first: float, tolerance: float) -> None:
+    search, tried = Search(first=first, tolerance=tolerance), []
+    while (rate := search.next_rate(tried)) is not None:
+        assert rate not in [before for before, _ in tried]
+        tried.append((rate, rate <= capacity))
+        assert len(tried) < 30
+    low, high = bracket(tried)
+    assert low is not None
+    assert high is not None
+    assert low <= capacity < high <= low * (1 + tolerance)
+
+
+def test_a_rate_that_held_above_one_that_failed_does_not_count() -> None:
+    assert bracket([(1.0, True), (2.0, False), (4.0, True)]) == (1.0, 2.0)
+    assert Search(first=1.0).next_rate([(1.0, True), (2.0, False), (4.0, True)]) == pytest.approx(math.sqrt(2))
+
+
+def test_without_a_verdict_there_is_no_bracket() -> None:
+    assert bracket([]) == (None, None)
+    assert bracket([(1.0, True)]) == (1.0, None)
+    assert bracket([(1.0, False)]) == (None, 1.0)
+
+
+@pytest.mark.parametrize("settings", [{"first": 0.0}, {"first": 1.0, "tolerance": 0.0}, {"first": 1.0, "tries": 0}])
+def test_a_search_that_cannot_end_is_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        Search(**settings)  # type: ignore[arg-type]
+
+
+def test_limits_are_five_and_twenty_five_iterations() -> None:
+    strict, relaxed = psa_slos(0.03)
+    assert (strict.p99_tbt_s, relaxed.p99_tbt_s) == (pytest.approx(0.15), pytest.approx(0.75))
+    assert strict.p50_queueing_s == relaxed.p50_queueing_s == 2.0
+    with pytest.raises(ConfigError, match="iteration-ms=0: must be above 0"):
+        psa_slos(0.0)
+
+
+def test_every_part_of_a_limit_can_break_it() -> None:
+    answered = record_of([(3.0, 1), (3.1, 1)], prompt_tokens=100)
+    refused = record_of([], outcome=Outcome.REFUSED)
+
+    def broken(*records: object, unloaded_s: float = 1.5, limit_s: float = 0.2) -> list[str]:
+        seen = figures([Run(records, len(records), 4.0, False)], None, Unloaded(((100, unloaded_s),), None))  # type: ignore[arg-type]
+        return Slo("strict", limit_s).broken(seen)
+
+    assert broken(answered) == []
+    assert broken(answered, refused) == ["1 of 2 requests not answered"]
+    assert broken(answered, limit_s=0.05) == ["P99 between tokens 100 ms > 50 ms"]
+    assert broken(answered, unloaded_s=0.5) == ["median queueing 2.50 s > 2 s"]
+    assert len(broken(refused)) == 3
+
+
+REQUESTS = 120
+
+
+def search_on(*sides: ModelSide, tries: int = 12, count: int = REQUESTS) -> list[Capacity]:
+    load = Load(requests=tuple(simple_requests(count, max_tokens=20)), salt="s", prime=False)
+    return run_virtually(
+        search_in_turns(
+            [Results(side) for side in sides],  # type: ignore[arg-type]
+            load,
+            lambda rate: poisson(rate, count, 1),
+            SLOS,
+            Search(first=0.5, tries=tries),
+            stop=asyncio.Event(),
+            say=lambda _line: None,
+        )
+    )
+
+
+SLOS = (Slo("strict", 0.05), Slo("relaxed", 0.25))  # of an iteration of 10 ms
+
+
+@pytest.fixture(scope="module")
+def searched() -> list[Capacity]:
+    return search_on(ModelSide("small", slots=2), ModelSide("large", slots=12))
+
+
+def test_found_rates_hold_and_those_just_above_fail(searched: list[Capacity]) -> None:
+    for one in searched:
+        for slo in SLOS:
+            low, high = one.bracket(slo)
+            assert low is not None
+            assert high is not None
+            assert high <= low * 1.1
+            verdicts = dict(one.verdicts(slo))
+            assert verdicts[low]
+            assert not verdicts[high]
+
+
+def test_more_slots_sustain_more_where_the_limit_allows_it(searched: list[Capacity]) -> None:
+    small, large = searched
+    strict, relaxed = SLOS
+    assert large.bracket(relaxed)[0] > 2 * small.bracket(relaxed)[0]
+    assert large.bracket(relaxed)[0] > large.bracket(strict)[0]  # twelve at a time make tokens 6.5 times as slow
+
+
+def test_too_few_requests_to_show_a_rate_are_said_to_be(searched: list[Capacity]) -> None:
+    small, _ = searched
+    assert not any(small.too_short(slo) for slo in SLOS)
+    (few,) = search_on(ModelSide("large", slots=12), count=8)
+    assert few.too_short(SLOS[1])
+    (none,) = search_on(ModelSide("side"), tries=1)
+    assert none.bracket(SLOS[0]) == (1.0, None)
+    assert none.too_short(SLOS[0])
+
+
+def test_every_try_is_kept_with_its_run_and_shared_by_the_limits() -> None:
+    (one,) = search_on(ModelSide("side"))
+    assert [a_try.run for a_try in one.tries] == [name for name, _, _ in one.results.runs]
+    assert len({a_try.rate for a_try in one.tries}) == len(one.tries)
+    assert sum(one.spent.values()) == len(one.tries)
+
+
+def test_the_number_of_tries_is_a_bound_for_each_limit() -> None:
+    (one,) = search_on(ModelSide("side"), tries=2)
+    assert 2 <= len(one.tries) <= 4
+    assert max(one.spent.values()) <= 2
+
+
+def test_a_server_that_refuses_holds_at_no_rate() -> None:
+    (one,) = search_on(ModelSide("side", refused_from=REQUESTS - 1), tries=3)
+    assert len(one.tries) == 6
+    for slo in SLOS:
+        assert one.bracket(slo)[0] is None
+
+
+def test_an_interrupted_search_keeps_its_tries_and_judges_no_cut_off_run() -> None:
+    async def interrupted() -> list[Capacity]:
+        stop = asyncio.Event()
+        load = Load(requests=tuple(simple_requests(REQUESTS, max_tokens=20)), salt="s", prime=False)
+        asyncio.get_running_loop().call_later(300.0, stop.set)  # of runs of about 240, 120 and 60 s
+        return await search_in_turns(
+            [Results(ModelSide("side"))],  # type: ignore[list-item]
+            load,
+            lambda rate: poisson(rate, REQUESTS, 1),
+            SLOS,
+            Search(first=0.5),
+            stop=stop,
+            say=lambda _line: None,
+        )
+
+    (one,) = run_virtually(interrupted())
+    assert len(one.results.runs) == len(one.tries) + 1
+    assert one.results.runs[-1][2].run.interrupted
+    assert len(one.tries) >= 1

@@ -1,0 +1,59 @@
+"""Histograms read off the text of /metrics."""
+
+import math
+
+import pytest
+
+from vllm_hybrid_sparse.load.prometheus import QUEUE_TIME, Histogram, histogram
+
+TEXT = """# HELP vllm:request_queue_time_seconds Histogram of time spent in WAITING phase for request.
+# TYPE vllm:request_queue_time_seconds histogram
+vllm:request_queue_time_seconds_bucket{engine="0",le="0.3",model_name="a"} 4.0
+vllm:request_queue_time_seconds_bucket{engine="0",le="2.0",model_name="a"} 6.0
+vllm:request_queue_time_seconds_bucket{engine="0",le="+Inf",model_name="a"} 8.0
+vllm:request_queue_time_seconds_bucket{le="0.3",engine="1",model_name="a"} 1.0
+vllm:request_queue_time_seconds_bucket{le="2.0",engine="1",model_name="a"} 1.0
+vllm:request_queue_time_seconds_bucket{le="+Inf",engine="1",model_name="a"} 2.0
+vllm:request_queue_time_seconds_count{engine="0",model_name="a"} 8.0
+vllm:e2e_request_latency_seconds_bucket{engine="0",le="+Inf",model_name="a"} 99.0
+"""
+
+
+def test_label_sets_are_added_up_and_other_series_left_out() -> None:
+    assert histogram(TEXT, QUEUE_TIME) == Histogram((0.3, 2.0, math.inf), (5.0, 7.0, 10.0))
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", 'vllm:request_queue_time_seconds_bucket{le="0.3"} 4.0\n'])
+def test_a_text_without_the_whole_histogram_has_none(text: str) -> None:
+    assert histogram(text, QUEUE_TIME) is None
+
+
+@pytest.mark.parametrize(
+    ("share", "value"),
+    [
+        (0.25, 0.15),  # half of the five in the first bucket
+        (0.5, 0.3),
+        (0.6, 1.15),  # half of the two in the second
+        (0.99, 2.0),  # above the last finite bound it is that bound
+    ],
+)
+def test_quantiles_lie_evenly_in_their_bucket(share: float, value: float) -> None:
+    assert Histogram((0.3, 2.0, math.inf), (5.0, 7.0, 10.0)).quantile(share) == pytest.approx(value)
+
+
+def test_empty_buckets_are_stepped_over() -> None:
+    assert Histogram((1.0, 2.0, 3.0, math.inf), (0.0, 0.0, 4.0, 4.0)).quantile(0.5) == pytest.approx(2.5)
+
+
+def test_nothing_observed_has_no_quantile() -> None:
+    assert Histogram((1.0, math.inf), (0.0, 0.0)).quantile(0.5) is None
+
+
+def test_since_counts_what_came_between() -> None:
+    before, after = Histogram((1.0, math.inf), (2.0, 3.0)), Histogram((1.0, math.inf), (2.0, 7.0))
+    assert after.since(before) == Histogram((1.0, math.inf), (0.0, 4.0))
+    assert after.plus(before) == Histogram((1.0, math.inf), (4.0, 10.0))
+    with pytest.raises(ValueError, match="not of one series"):
+        before.since(after)  # the server began anew
+    with pytest.raises(ValueError, match="different buckets"):
+        after.plus(Histogram((2.0, math.inf), (0.0, 0.0)))

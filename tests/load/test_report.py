@@ -1,0 +1,204 @@
+"""The report: JSON from which the figures can be taken again, and a page that needs nothing but itself."""
+
+import asyncio
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from tests.load.model_server import ModelSide, simple_requests
+from tests.load.virtual_time import run_virtually
+from vllm_hybrid_sparse.load.arrivals import poisson
+from vllm_hybrid_sparse.load.capacity import Search, psa_slos
+from vllm_hybrid_sparse.load.figures import Limits
+from vllm_hybrid_sparse.load.page import page
+from vllm_hybrid_sparse.load.percentiles import percentile
+from vllm_hybrid_sparse.load.report import document, without_places, write_json
+from vllm_hybrid_sparse.load.search import search_in_turns
+from vllm_hybrid_sparse.load.summary import TOO_SHORT, summary
+from vllm_hybrid_sparse.load.turns import Load, Results, rounds
+
+LOAD = Load(requests=tuple(simple_requests(8, max_tokens=6)), salt="s", prime=False)
+
+
+def quiet(_line: str) -> None:
+    """Say nothing."""
+
+
+def measured(capacity: bool = False, interrupted: bool = False, **more: Any) -> dict[str, Any]:
+    all_results = [
+        Results(ModelSide("stock <b>", prefill_s=1.0)),  # type: ignore[arg-type]
+        Results(ModelSide("ours", prefill_s=0.5, refused_from=None if capacity else 7)),  # type: ignore[arg-type]
+    ]
+    stop, slos, searches = asyncio.Event(), (), []
+    if capacity:
+        slos = psa_slos(0.01)
+        at = lambda rate: poisson(rate, len(LOAD.requests), 0)  # noqa: E731
+        work = search_in_turns(all_results, LOAD, at, slos, Search(first=1.0, tries=4), stop=stop, say=quiet)
+        searches = run_virtually(work)
+    else:
+        at_round = lambda number: poisson(1.0, len(LOAD.requests), number)  # noqa: E731
+        run_virtually(rounds(all_results, LOAD, at_round, 2, stop=stop, say=quiet))
+    return document(
+        LOAD,
+        all_results,
+        limits=Limits(ttft=5000.0),
+        slos=slos,
+        searches=searches,
+        settings={"rate": 1.0, "trace": ["/home/someone/traces/a.jsonl"], "out": "/tmp/out"},
+        command=["hybrid-sparse", "bench", "--trace", "/home/someone/traces/a.jsonl", "--url", "http://127.0.0.1:1/v1"],
+        interrupted=interrupted,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[str, Any]:
+    return measured()
+
+
+@pytest.fixture(scope="module")
+def searched() -> dict[str, Any]:
+    return measured(capacity=True)
+
+
+def test_json_holds_the_raw_times_from_which_the_figures_follow(compared: dict[str, Any], tmp_path: Any) -> None:
+    write_json(tmp_path / "report.json", compared)
+    report = json.loads((tmp_path / "report.json").read_text())
+    for server in report["servers"]:
+        requests = [one for run in server["runs"] for one in run["requests"]]
+        assert len(requests) == server["figures"]["planned"] == 16
+        ok = [one for one in requests if one["outcome"] == "ok"]
+        ttft = [one["arrivals"][0][0] for one in ok]
+        gaps = [b[0] - a[0] for one in ok for a, b in itertools.pairwise(one["arrivals"])]
+        assert server["figures"]["ttft_s"]["p90"] == pytest.approx(percentile(ttft, 90), abs=1e-5)
+        assert server["figures"]["tbt_s"]["p99"] == pytest.approx(percentile(gaps, 99), abs=1e-5)
+    assert report["trace"]["requests"] == 8
+    assert set(report["versions"]) == {"vllm-hybrid-sparse", "python", "aiohttp"}
+
+
+def test_failures_stand_in_json_page_and_summary(compared: dict[str, Any]) -> None:
+    failed = [one for run in compared["servers"][1]["runs"] for one in run["requests"] if one["outcome"] != "ok"]
+    assert [one["reason"] for one in failed] == ["HTTP 429: full"] * 2
+    assert "ours: 2 requests were not answered" in page(compared)
+    assert "refused: HTTP 429: full" in page(compared)
+    assert "2 refused" in summary(compared)
+    assert "2 × refused: HTTP 429: full" in summary(compared)
+
+
+def test_servers_are_compared_with_the_first(compared: dict[str, Any]) -> None:
+    (name,) = compared["ratios"]
+    better = {ratio["figure"]: ratio["better"] for ratio in compared["ratios"][name]}
+    assert name == "ours"
+    assert better["ttft_s p50"] > 1
+    assert f"ttft_s p50 {better['ttft_s p50']:.2f}" in summary(compared)
+
+
+def test_texts_are_kept_only_where_asked_for(compared: dict[str, Any]) -> None:
+    def keys(report: dict[str, Any]) -> set[str]:
+        return set(report["servers"][0]["runs"][0]["requests"][0])
+
+    assert "text" not in keys(compared)
+    assert "text_sha256" in keys(compared)
+    assert "text" in keys(measured(keep_text=True))
+
+
+def test_capacity_lists_every_try_and_what_was_found(searched: dict[str, Any]) -> None:
+    found = searched["capacity"]
+    assert [limit["name"] for limit in found["limits"]] == ["strict", "relaxed"]
+    for server, raw in zip(found["servers"], searched["servers"], strict=True):
+        assert [one["run"] for one in server["tries"]] == [run["name"] for run in raw["runs"]]
+        assert all(set(one["broken"]) == {"strict", "relaxed"} for one in server["tries"])
+    assert found["servers"][0]["capacity"]["relaxed"]["of_reference"] in (None, 1.0)
+    assert "relaxed" in summary(searched)
+    assert TOO_SHORT in summary(searched)  # eight requests
+    assert TOO_SHORT in page(searched)
+
+
+def test_no_place_of_a_machine_is_in_a_report(compared: dict[str, Any]) -> None:
+    text = json.dumps(compared)
+    assert "/home/someone" not in text
+    assert "/tmp" not in text
+    assert "a.jsonl" in text
+    assert compared["command"] == "hybrid-sparse bench --trace a.jsonl --url http://127.0.0.1:1/v1"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("/a/b/c.txt", "c.txt"),
+        ("--out=/a/b/c", "--out=c"),
+        ("~/a/b", "b"),
+        ("a/b/../c", "a/b/../c"),
+        ("ours=http://host:80/v1", "ours=http://host:80/v1"),
+        ('{"path": "/a/b"}', '{"path": "b"}'),
+        ("/a/b,/c/d", "b,d"),
+        ("org/model", "org/model"),
+    ],
+)
+def test_paths_are_cut_to_their_last_name(text: str, left: str) -> None:
+    assert without_places(text) == left
+
+
+class Outline(HTMLParser):
+    """Checks that elements are closed in order and collects what refers to something outside."""
+
+    VOID = ("meta", "line", "polyline")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.outside: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.note(tag, attrs)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.note(tag, attrs)
+
+    def note(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.outside += [name for name, _ in attrs if name in {"src", "href", "xlink:href", "action", "data"}]
+        self.outside += [tag] if tag in {"script", "link", "img", "iframe", "object", "image", "use"} else []
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, self.getpos()
+
+
+@pytest.mark.parametrize("which", ["compared", "searched"])
+def test_the_page_is_well_formed_and_needs_nothing_but_itself(which: str, request: pytest.FixtureRequest) -> None:
+    text = page(request.getfixturevalue(which))
+    outline = Outline()
+    outline.feed(text)
+    outline.close()
+    assert outline.open == []
+    assert outline.outside == []
+    assert not re.search(r"url\(|@import", text)
+    assert outline.tags.count("svg") == (5 if which == "searched" else 4)
+    assert "polyline" in outline.tags
+    assert "circle" in outline.tags
+
+
+def test_the_page_follows_the_reader_s_light_or_dark(compared: dict[str, Any]) -> None:
+    text = page(compared)
+    assert "@media (prefers-color-scheme: dark)" in text
+    colours = re.findall(r"(?:fill|stroke)=\"([^\"]+)\"", text)
+    assert colours == []  # every colour is one of the style sheet's, of which there are two sets
+
+
+def test_names_are_text_and_not_markup(compared: dict[str, Any]) -> None:
+    text = page(compared)
+    assert "stock &lt;b&gt;" in text
+    assert "stock <b>" not in text
+
+
+def test_an_interrupted_report_says_so() -> None:
+    assert "Interrupted" in page(measured(interrupted=True))

@@ -1,0 +1,214 @@
+"""The options of `hybrid-sparse bench`, checked."""
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.load.capacity import Search, psa_slos
+from vllm_hybrid_sparse.load.figures import Limits
+from vllm_hybrid_sparse.load.mixes import Lengths
+from vllm_hybrid_sparse.load.target import Address, Api, Target
+
+DESCRIPTION = """Put load on an OpenAI-compatible server and report what its clients see.
+
+  hybrid-sparse bench --url http://127.0.0.1:8000 --prose 1024:3,4096:1 --rate 0.5
+  hybrid-sparse bench --url http://127.0.0.1:8000 --documents *.txt --clients 4
+  hybrid-sparse bench --url stock=http://127.0.0.1:8000 --vs ours=http://127.0.0.1:8001 --documents *.txt --capacity psa
+
+The API key, where the server asks for one, is taken from OPENAI_API_KEY. Ctrl-C ends the run and writes what was
+measured until then."""
+
+_MANY = "repeatable; requests of all sources are interleaved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What was asked for; `arguments` are the options as given, for the report."""
+
+    targets: tuple[Target, ...]  # the first is the reference; model and key are not known yet
+    model: str | None
+    traces: tuple[Path, ...]
+    documents: tuple[Path, ...]
+    document_tokens: int | None
+    questions: Path | None
+    questions_per_document: int
+    prose: Lengths | None
+    output: Lengths
+    stop_at_eos: bool
+    requests: int | None
+    rate: float | None
+    clients: int | None
+    recorded_times: bool
+    speed: float
+    capacity: bool
+    search: Search
+    iteration_ms: float | None
+    rounds: int
+    seed: int
+    salt: str
+    warm_up: int
+    goodput: Limits | None
+    out: Path
+    save_trace: Path | None
+    keep_text: bool
+    arguments: dict[str, Any]
+
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> Self:
+        """Check what was given; ConfigError names option, value and rule."""
+        ways = sum(
+            (given.rate is not None, given.clients is not None, given.recorded_times, given.capacity is not None)
+        )
+        if ways != 1:
+            raise ConfigError("rate, clients, recorded-times, capacity: exactly one of them must be given")
+        if not (given.trace or given.documents or given.prose):
+            raise ConfigError("trace, documents, prose: at least one of them must be given")
+        for name in ("rate", "first_rate", "speed"):
+            value = getattr(given, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name.replace('_', '-')}={value}: must be above 0, finite")
+        for name in ("requests", "clients", "document_tokens", "questions_per_document", "rounds", "warm_up"):
+            value = getattr(given, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name.replace('_', '-')}={value}: must be at least 1")
+        if given.capacity is not None and given.rounds != 1:
+            raise ConfigError(f"rounds={given.rounds}: must be 1 with capacity, which makes runs of its own")
+        if given.iteration_ms is not None:
+            psa_slos(given.iteration_ms / 1e3)  # refuses what is no time
+        addresses = (Address.parse("url", given.url), *(Address.parse("vs", text) for text in given.vs))
+        names = [address.name for address in addresses]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"vs={', '.join(names[1:])}: servers must differ in name; give them as NAME=URL")
+        return cls(
+            targets=tuple(
+                Target(
+                    address=address,
+                    model="",
+                    api=Api(given.api),
+                    timeout_s=given.timeout,
+                    retries=given.retries,
+                    extra_body=_json_object("extra-body", given.extra_body),
+                )
+                for address in addresses
+            ),
+            model=given.model,
+            traces=tuple(given.trace),
+            documents=tuple(given.documents),
+            document_tokens=given.document_tokens,
+            questions=given.questions,
+            questions_per_document=given.questions_per_document,
+            prose=None if given.prose is None else Lengths.parse("prose", given.prose),
+            output=Lengths.parse("output-tokens", given.output_tokens),
+            stop_at_eos=given.stop_at_eos,
+            requests=given.requests,
+            rate=given.rate,
+            clients=given.clients,
+            recorded_times=given.recorded_times,
+            speed=given.speed,
+            capacity=given.capacity is not None,
+            search=Search(first=given.first_rate, tolerance=given.tolerance, tries=given.tries),
+            iteration_ms=given.iteration_ms,
+            rounds=given.rounds,
+            seed=given.seed,
+            salt=given.salt,
+            warm_up=given.warm_up,
+            goodput=None if given.goodput is None else Limits.parse("goodput", given.goodput),
+            out=given.out,
+            save_trace=given.save_trace,
+            keep_text=given.keep_text,
+            arguments={name: value for name, value in vars(given).items() if name != "command"},
+        )
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{option}={text}: must be JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option}={text}: must be a JSON object")
+    return value
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `hybrid-sparse bench` to its parser."""
+    parser.description = DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    server = parser.add_argument_group("servers")
+    server.add_argument("--url", required=True, metavar="[NAME=]URL", help="server; with --vs the reference of ratios")
+    server.add_argument(
+        "--vs", action="append", default=[], metavar="[NAME=]URL", help="another one, run in turns; repeatable"
+    )
+    server.add_argument("--model", help="model to ask for (default: the only one that the server has)")
+    server.add_argument("--api", choices=[api.value for api in Api], default=Api.COMPLETIONS.value)
+    server.add_argument("--extra-body", default="{}", metavar="JSON", help="further fields of every request")
+    server.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds for a request, retries included (%(default)s)"
+    )
+    server.add_argument(
+        "--retries", type=int, default=0, help="further attempts before a first token came (%(default)s)"
+    )
+
+    trace = parser.add_argument_group("requests")
+    trace.add_argument(
+        "--trace", action="append", default=[], type=Path, metavar="FILE", help=f"recorded JSONL; {_MANY}"
+    )
+    trace.add_argument(
+        "--documents", nargs="+", default=[], type=Path, metavar="FILE", help="several questions over each"
+    )
+    trace.add_argument("--document-tokens", type=int, help="cut documents to about this many tokens (default: whole)")
+    trace.add_argument(
+        "--questions", type=Path, metavar="FILE", help="questions, one a line (default: eight general ones)"
+    )
+    trace.add_argument("--questions-per-document", type=int, default=4, help="(%(default)s)")
+    trace.add_argument(
+        "--prose", metavar="TOKENS[:WEIGHT],…", help="made-up prose of about these lengths, no two alike"
+    )
+    trace.add_argument(
+        "--output-tokens", default="128", metavar="TOKENS[:WEIGHT],…", help="of documents, prose (%(default)s)"
+    )
+    trace.add_argument(
+        "--stop-at-eos", action="store_true", help="let answers to documents and prose end by themselves"
+    )
+    trace.add_argument(
+        "--requests", type=int, help="of prose (default 32); of the others, the first so many (default: all)"
+    )
+    trace.add_argument("--seed", type=int, default=0, help="of all that is drawn (%(default)s)")
+    trace.add_argument("--save-trace", type=Path, metavar="FILE", help="write the requests as a recorded trace")
+
+    load = parser.add_argument_group("load, exactly one of the first four")
+    load.add_argument("--rate", type=float, help="Poisson arrivals, requests a second")
+    load.add_argument("--clients", type=int, help="so many clients, each waiting for its answer before it asks again")
+    load.add_argument("--recorded-times", action="store_true", help="at the arrival times of the trace")
+    load.add_argument(
+        "--capacity", choices=["psa"], help="search the highest rate within PSA's strict and relaxed limits"
+    )
+    load.add_argument("--speed", type=float, default=1.0, help="of --recorded-times, times as fast (%(default)s)")
+    load.add_argument(
+        "--first-rate", type=float, default=1.0, help="of --capacity, where the search begins (%(default)s)"
+    )
+    load.add_argument("--tolerance", type=float, default=0.1, help="of --capacity, relative (%(default)s)")
+    load.add_argument("--tries", type=int, default=8, help="of --capacity, most runs a limit and server (%(default)s)")
+    load.add_argument("--iteration-ms", type=float, help="of --capacity (default: measured unloaded on the reference)")
+    load.add_argument("--rounds", type=int, default=1, help="runs on each server, in turns (%(default)s)")
+    load.add_argument("--warm-up", type=int, default=4, help="requests served alone before the first run (%(default)s)")
+    load.add_argument(
+        "--salt",
+        choices=["auto", "each-run", "never"],
+        default="auto",
+        help="begin the prompts of each run with a line of its own, so that none finds another run's prefixes cached; "
+        "auto: unless the requests are in groups, which are read once and stay cached, or are token ids",
+    )
+
+    report = parser.add_argument_group("report")
+    report.add_argument(
+        "--goodput", metavar="NAME:MS,…", help="limits on ttft, tbt, tpot, e2e that a good request keeps"
+    )
+    report.add_argument(
+        "--out", type=Path, default=Path("bench"), metavar="NAME", help="NAME.json, NAME.html (%(default)s)"
+    )
+    report.add_argument("--keep-text", action="store_true", help="keep the text of the answers in the JSON")

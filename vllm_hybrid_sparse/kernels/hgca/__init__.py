@@ -1,0 +1,1 @@
+"""HGCA: a dense window, and beside it the tokens that some head of the group finds salient."""

@@ -1,0 +1,1 @@
+"""Load on OpenAI-compatible servers and what their clients see of it; imports neither torch nor vllm."""

@@ -1,0 +1,147 @@
+"""A streamed answer as it grows: when tokens came, and how many."""
+
+import json
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from vllm_hybrid_sparse.load.sse import EventDecoder, StreamError
+
+
+class Arrival(NamedTuple):
+    """Tokens that came together."""
+
+    at_s: float  # on the run's clock
+    tokens: int  # at least 1
+
+
+class Counted(StrEnum):
+    """Where an answer's number of tokens comes from."""
+
+    EACH_CHUNK = "usage of each chunk"  # exact, also how many came together
+    TOTAL = "usage at the end"  # the number is exact, which of them came together is not known
+    CHUNKS = "chunks"  # the server gave no usage: chunks, which are tokens only where each holds one
+
+
+class Answer:
+    """Reads one streamed answer of /v1/completions or /v1/chat/completions.
+
+    A chunk is an arrival where its usage, or its list of token ids, has grown. Where a server sends neither, it is one
+    where it holds text, or is empty and neither opens nor closes the answer: text is held back while a character is
+    incomplete.
+    """
+
+    def __init__(self) -> None:
+        self.arrivals: list[Arrival] = []
+        self.finish_reason: str | None = None
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self._decoder = EventDecoder()
+        self._pieces: list[str] = []
+        self._usage_tokens: int | None = None
+        self._each_chunk: bool | None = None  # as the first chunk shows
+        self._closing_s: float | None = None  # when the chunk with the finish reason came
+        self._done = False
+
+    @property
+    def text(self) -> str:
+        """What has come so far."""
+        return "".join(self._pieces)
+
+    @property
+    def counted(self) -> Counted:
+        """Where `tokens` comes from."""
+        if self._each_chunk:
+            return Counted.EACH_CHUNK
+        return Counted.CHUNKS if self._usage_tokens is None else Counted.TOTAL
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens so far, as far as the server tells."""
+        if self._usage_tokens is not None:
+            return self._usage_tokens
+        return sum(arrival.tokens for arrival in self.arrivals)
+
+    def feed(self, piece: bytes, now_s: float) -> None:
+        """Take a piece of the stream that came at `now_s`; StreamError where it makes no sense."""
+        for data in self._decoder.feed(piece):
+            if data == "[DONE]":
+                self._done = True
+            elif data:
+                self._take(_parse(data), now_s)
+
+    def finish(self) -> None:
+        """Take note that the stream has ended; StreamError where it ended too early or no token came."""
+        if self._decoder.unfinished:
+            raise StreamError("the stream ended inside an event")
+        if not self._done and self.finish_reason is None:
+            raise StreamError("the stream ended before [DONE] and without a finish reason")
+        if not self.arrivals and self._usage_tokens and self._closing_s is not None:
+            self.add(self._closing_s, 1)  # all that was generated is the token that ends the answer
+        if not self.arrivals:
+            raise StreamError("the stream ended without a token")
+
+    def add(self, now_s: float, tokens: int) -> None:
+        """Take note of `tokens` that came at `now_s`."""
+        self.arrivals.append(Arrival(now_s, tokens))
+
+    def _take(self, event: dict[str, Any], now_s: float) -> None:
+        if error := event.get("error"):
+            raise StreamError(
+                f"the server reports: {error.get('message', error) if isinstance(error, dict) else error}"
+            )
+        usage, choices = event.get("usage"), event.get("choices")
+        grown = self._take_usage(usage) if isinstance(usage, dict) else None
+        if not choices:
+            return
+        if not isinstance(choices, list) or not isinstance(choices[0], dict):
+            raise StreamError(f"choices is not a list of objects: {choices!r:.80}")
+        choice = choices[0]
+        content = choice.get("delta", choice)
+        if not isinstance(content, dict):
+            raise StreamError(f"delta is not an object: {content!r:.80}")
+        if isinstance(choice.get("token_ids"), list):
+            grown = len(choice["token_ids"])
+        if self._each_chunk is None:  # servers that tell at the end alone may do so in their last chunk
+            self._each_chunk = grown is not None
+        text = _text(content)
+        self._pieces.append(text)
+        closing = choice.get("finish_reason") is not None
+        if closing:
+            self.finish_reason, self._closing_s = str(choice["finish_reason"]), now_s
+        if not self._each_chunk:
+            held_back = not (closing or "role" in content)
+            grown = int(bool(text or content.get("tool_calls")) or held_back)
+        if grown is not None and grown > 0:
+            self.add(now_s, grown)
+
+    def _take_usage(self, usage: dict[str, Any]) -> int | None:
+        """Return by how many tokens the usage has grown; None where it does not count them."""
+        self.prompt_tokens = _count(usage, "prompt_tokens", self.prompt_tokens)
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict):
+            self.cached_tokens = _count(details, "cached_tokens", self.cached_tokens)
+        total = _count(usage, "completion_tokens", None)
+        if total is None:
+            return None
+        before, self._usage_tokens = self._usage_tokens or 0, total
+        return total - before
+
+
+def _parse(data: str) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except json.JSONDecodeError as error:
+        raise StreamError(f"an event is not JSON: {data!r:.80}") from error
+    if not isinstance(event, dict):
+        raise StreamError(f"an event is not an object: {data!r:.80}")
+    return event
+
+
+def _text(content: dict[str, Any]) -> str:
+    parts = (content.get(key) for key in ("text", "reasoning_content", "reasoning", "content"))
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def _count(usage: dict[str, Any], key: str, otherwise: int | None) -> int | None:
+    value = usage.get(key)
+    return value if isinstance(value, int) else otherwise

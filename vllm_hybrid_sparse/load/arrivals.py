@@ -1,0 +1,66 @@
+"""When requests are sent: by a clock, whatever the server does, or by clients that wait for their answer."""
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.load.requests import Request
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Request i is sent at `due_s[i]` after the start, however many are unanswered; ascending."""
+
+    due_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """Each of `clients` sends its next request when it has the answer to the one before; > 0."""
+
+    clients: int
+
+    def __post_init__(self) -> None:
+        if self.clients < 1:
+            raise ConfigError(f"clients={self.clients}: must be at least 1")
+
+
+Schedule = OpenLoop | ClosedLoop
+
+
+def check_rate(rate: float) -> None:
+    """Raise ConfigError where `rate` is no rate."""
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"rate={rate}: must be above 0 requests a second, finite")
+
+
+def poisson(rate: float, count: int, seed: int) -> OpenLoop:
+    """Return `count` arrivals of a Poisson process of `rate` requests a second.
+
+    The same seed gives the same pattern at every rate, drawn out in time as 1 / rate, so that two rates, or two
+    servers, differ by the rate or the server alone. The times are not rescaled to last exactly count / rate.
+    """
+    check_rate(rate)
+    rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
+    gaps = (rng.expovariate(1.0) / rate for _ in range(count))
+    return OpenLoop(tuple(itertools.accumulate(gaps)))
+
+
+def recorded(requests: Sequence[Request], speed: float = 1.0) -> OpenLoop:
+    """Return the arrival times that a trace was recorded with, `speed` times as fast.
+
+    Raises ConfigError where a request has none, or one that lies before its predecessor's.
+    """
+    if not 0 < speed < math.inf:
+        raise ConfigError(f"speed={speed}: must be above 0, finite")
+    due_s: list[float] = []
+    for index, request in enumerate(requests):
+        if request.arrival_s is None:
+            raise ConfigError(f"recorded-times: request {index} of the trace has no arrival_s")
+        if due_s and request.arrival_s / speed < due_s[-1]:
+            raise ConfigError(f"recorded-times: request {index} of the trace arrives before the one in front of it")
+        due_s.append(request.arrival_s / speed)
+    return OpenLoop(tuple(due_s))

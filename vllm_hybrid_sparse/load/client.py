@@ -1,0 +1,81 @@
+"""Sends one request, reads its streamed answer, and keeps whatever happens."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import aiohttp
+
+from vllm_hybrid_sparse.load.exchange import Exchange, Outcome
+from vllm_hybrid_sparse.load.sse import StreamError
+from vllm_hybrid_sparse.load.target import Target
+
+_RETRIED_STATUS = {429, 502, 503, 504}
+_REASON_CHARACTERS = 300
+
+Clock = Callable[[], float]
+
+
+def new_session() -> aiohttp.ClientSession:
+    """Return a session without limits of its own.
+
+    Every request has a connection to itself, as those of separate users have; a kept-alive one could be closed by the
+    server at the moment it is used again, which would count as a failure of the server.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None),
+        trust_env=False,
+    )
+
+
+class Client:
+    """Performs requests on one server."""
+
+    def __init__(self, session: aiohttp.ClientSession, target: Target) -> None:
+        self.target = target
+        self._session = session
+
+    async def perform(self, exchange: Exchange) -> None:
+        """Send the request until it is answered or given up; what the server does is written to the exchange.
+
+        Cancelled, it leaves the exchange as it then stands.
+        """
+        now = asyncio.get_running_loop().time
+        body = json.dumps(self.target.body(exchange.request)).encode()
+        deadline_s = now() + self.target.timeout_s
+        wait_s = self.target.retry_wait_s
+        for left in reversed(range(self.target.retries + 1)):
+            exchange.begin_attempt(now())
+            outcome, reason, again = await self._attempt(body, exchange, now, deadline_s)
+            exchange.end_attempt(outcome, reason)
+            if not (again and left) or now() + wait_s >= deadline_s:
+                break
+            await asyncio.sleep(wait_s)
+            wait_s *= 2
+        exchange.end(now())
+
+    async def _attempt(
+        self, body: bytes, exchange: Exchange, now: Clock, deadline_s: float
+    ) -> tuple[Outcome, str, bool]:
+        """Return how an attempt ended, why, and whether another one may do better."""
+        headers = {"Content-Type": "application/json", **self.target.headers}
+        try:
+            async with (
+                asyncio.timeout_at(deadline_s),
+                self._session.post(self.target.url, data=body, headers=headers) as reply,
+            ):
+                if reply.status != 200:
+                    text = " ".join((await reply.text(errors="replace")).split())[:_REASON_CHARACTERS]
+                    return Outcome.REFUSED, f"HTTP {reply.status}: {text}", reply.status in _RETRIED_STATUS
+                async for piece in reply.content.iter_any():
+                    exchange.answer.feed(piece, now())
+                exchange.answer.finish()
+        except TimeoutError:
+            return Outcome.TIMEOUT, f"not answered within {self.target.timeout_s:g} s", False
+        except StreamError as error:
+            return Outcome.FAILED, str(error), False
+        except (aiohttp.ClientError, OSError) as error:
+            reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
+            return Outcome.FAILED, reason, not exchange.answer.arrivals
+        return Outcome.OK, "", False

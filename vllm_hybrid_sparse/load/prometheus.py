@@ -1,0 +1,69 @@
+"""Histograms out of the text that a server exposes to Prometheus."""
+
+import math
+import re
+from dataclasses import dataclass
+
+QUEUE_TIME = "vllm:request_queue_time_seconds"  # from a request's arrival in the scheduler until it is first scheduled
+
+_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)_bucket\{(?P<labels>.*)\}\s+(?P<value>\S+)")
+_BOUND = re.compile(r'(?:^|,)\s*le="([^"]+)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts of observations at or below ascending bounds, the last of which is infinite; all label sets together."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[float, ...]  # cumulative
+
+    @property
+    def total(self) -> float:
+        """Observations in all."""
+        return self.counts[-1]
+
+    def since(self, before: "Histogram") -> "Histogram":
+        """Return what was observed after `before` was read; ValueError where the buckets differ or counts fell."""
+        counts = tuple(later - earlier for later, earlier in zip(self.counts, before.counts, strict=True))
+        if self.bounds != before.bounds or min(counts) < 0:
+            raise ValueError("the histograms are not of one series")
+        return Histogram(self.bounds, counts)
+
+    def plus(self, other: "Histogram") -> "Histogram":
+        """Return both together; ValueError where the buckets differ."""
+        if self.bounds != other.bounds:
+            raise ValueError("the histograms have different buckets")
+        return Histogram(self.bounds, tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)))
+
+    def quantile(self, share: float) -> float | None:
+        """Return the value below which `share` of the observations lie, even inside a bucket; None without any.
+
+        As Prometheus does: what lies above the last finite bound is taken to lie at it.
+        """
+        if not self.total:
+            return None
+        rank, low, below = share * self.total, 0.0, 0.0
+        for bound, count in zip(self.bounds, self.counts, strict=True):
+            if count >= rank and count > below:
+                return low if math.isinf(bound) else low + (bound - low) * (rank - below) / (count - below)
+            if not math.isinf(bound):
+                low = bound
+            below = count
+        return low
+
+
+def histogram(text: str, name: str) -> Histogram | None:
+    """Return the histogram `name` of an exposition, its label sets added up; None where it has none."""
+    counts: dict[float, float] = {}
+    for line in text.splitlines():
+        sample = _SAMPLE.match(line)
+        if sample is None or sample["name"] != name:
+            continue
+        bound = _BOUND.search(sample["labels"])
+        if bound is not None:
+            at = float(bound[1])
+            counts[at] = counts.get(at, 0.0) + float(sample["value"])
+    if not counts or not math.isinf(max(counts)):
+        return None
+    bounds = tuple(sorted(counts))
+    return Histogram(bounds, tuple(counts[bound] for bound in bounds))

@@ -1,0 +1,97 @@
+"""The search for each server's capacity, one run a server and turn."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vllm_hybrid_sparse.load.arrivals import Schedule
+from vllm_hybrid_sparse.load.capacity import Search, Slo, bracket
+from vllm_hybrid_sparse.load.figures import Figures
+from vllm_hybrid_sparse.load.side import Say
+from vllm_hybrid_sparse.load.turns import Load, Results, in_turn, run_once
+
+_LEAST_SPAN = 5.0  # times the median end-to-end latency, for which requests should keep coming
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One rate that was tried; `run` is its name among the server's runs."""
+
+    rate: float
+    run: str
+    seen: Figures
+
+
+@dataclass(slots=True)
+class Capacity:
+    """The search on one server; written by `search_in_turns`."""
+
+    results: Results
+    tries: list[Try] = field(default_factory=list)
+    spent: dict[str, int] = field(default_factory=dict)  # runs by the limit that they were done for
+
+    def verdicts(self, slo: Slo) -> list[tuple[float, bool]]:
+        """Return what was tried, judged by `slo`."""
+        return [(one.rate, not slo.broken(one.seen)) for one in self.tries]
+
+    def bracket(self, slo: Slo) -> tuple[float | None, float | None]:
+        """Return the highest rate that holds and the lowest that fails; None where none was found."""
+        return bracket(self.verdicts(slo))
+
+    def too_short(self, slo: Slo) -> bool:
+        """Return whether requests came for too short a time to show that the highest rate that holds is sustained.
+
+        A queue grows with time: a few requests are soon answered at any rate. True too where no tried rate failed.
+        """
+        holds, fails = self.bracket(slo)
+        if fails is None:
+            return True
+        for one in self.tries:
+            if one.rate == holds:
+                span_s = one.seen.planned / one.rate
+                return one.seen.e2e_s.p50 is None or span_s < _LEAST_SPAN * one.seen.e2e_s.p50
+        return False
+
+    def next_rate(self, slos: Sequence[Slo], search: Search) -> tuple[Slo, float] | None:
+        """Return the next rate to try and for which limit; None where nothing is left to find out."""
+        for slo in slos:
+            rate = search.next_rate(self.verdicts(slo))
+            if rate is not None and self.spent.get(slo.name, 0) < search.tries:
+                return slo, rate
+        return None
+
+
+async def search_in_turns(
+    all_results: Sequence[Results],
+    load: Load,
+    schedule_at: Callable[[float], Schedule],
+    slos: Sequence[Slo],
+    search: Search,
+    *,
+    stop: asyncio.Event,
+    say: Say,
+) -> list[Capacity]:
+    """Search each server's capacity, one run a server and turn; what was tried is kept where `stop` ends it."""
+    searches = [Capacity(results) for results in all_results]
+    by_results = {id(one.results): one for one in searches}
+    turn, open_ = 0, True
+    while open_:
+        open_ = False
+        for results in in_turn(all_results, turn):
+            one = by_results[id(results)]
+            step = one.next_rate(slos, search)
+            if step is None or stop.is_set():
+                continue
+            open_ = True
+            slo, rate = step
+            name = f"try {len(one.tries) + 1}"
+            measured = await run_once(results, load, schedule_at(rate), name, stop=stop, say=say)
+            if measured.run.interrupted and stop.is_set():
+                break  # not the server's doing: the run is kept, but judges nothing
+            one.spent[slo.name] = one.spent.get(slo.name, 0) + 1
+            one.tries.append(Try(rate, name, results.figures(names=[name])))
+            for each in slos:
+                broken = each.broken(one.tries[-1].seen)
+                say(f"{results.side.name}: {rate:.3g} requests/s {each.name}: {'; '.join(broken) or 'holds'}")
+        turn += 1
+    return searches

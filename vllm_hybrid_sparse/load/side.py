@@ -1,0 +1,183 @@
+"""One server under measurement: found out about, warmed up, and run on."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from vllm_hybrid_sparse.errors import ConfigError, HybridSparseError
+from vllm_hybrid_sparse.load.arrivals import Schedule
+from vllm_hybrid_sparse.load.client import Client
+from vllm_hybrid_sparse.load.exchange import Exchange, Outcome, Record
+from vllm_hybrid_sparse.load.mixes import first_of_groups
+from vllm_hybrid_sparse.load.prometheus import QUEUE_TIME, Histogram, histogram
+from vllm_hybrid_sparse.load.queueing import Unloaded
+from vllm_hybrid_sparse.load.requests import Request
+from vllm_hybrid_sparse.load.runner import Report, Run, run_load
+from vllm_hybrid_sparse.load.target import Address, Target, Usage
+
+_ASK_TIMEOUT_S = 20.0
+_METRICS_LATE_S = 2.0  # a server may observe the last requests a moment after their clients have them
+_METRICS_POLL_S = 0.1
+
+Say = Callable[[str], None]
+
+
+class LoadError(HybridSparseError, RuntimeError):
+    """A server that cannot be measured; the text begins with its URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run on one server."""
+
+    run: Run
+    observed: Histogram | None  # the server's queueing delays during it
+    begun: float  # seconds since 1970
+
+
+async def served_model(session: aiohttp.ClientSession, address: Address, model: str | None, api_key: str | None) -> str:
+    """Return the model to ask for: `model` if the server has it, or the only one that it has.
+
+    Raises LoadError where the server does not answer as an OpenAI-compatible one, ConfigError for a model it lacks.
+    """
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    url = f"{address.root}/v1/models"
+    try:
+        async with asyncio.timeout(_ASK_TIMEOUT_S), session.get(url, headers=headers) as reply:
+            if reply.status != 200:
+                raise LoadError(f"url={address.root}: answers HTTP {reply.status} to GET /v1/models")
+            served = _model_names(await reply.json(content_type=None))
+    except TimeoutError as error:
+        raise LoadError(f"url={address.root}: did not answer within {_ASK_TIMEOUT_S:g} s") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise LoadError(f"url={address.root}: cannot be reached ({error})") from error
+    except ValueError as error:
+        raise LoadError(
+            f"url={address.root}: answers GET /v1/models with something else than a list of models"
+        ) from error
+    if model is None and len(served) == 1:
+        return served[0]
+    if model is None:
+        raise ConfigError(f"model: {address.root} serves {', '.join(served) or 'none'}; name one")
+    if model not in served:
+        raise ConfigError(f"model={model}: {address.root} serves {', '.join(served) or 'none'}")
+    return model
+
+
+def _model_names(answer: Any) -> list[str]:
+    try:
+        return [str(entry["id"]) for entry in answer["data"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError("not a list of models") from error
+
+
+class Side:
+    """A server whose figures are wanted, with what is known of it."""
+
+    def __init__(self, session: aiohttp.ClientSession, target: Target) -> None:
+        self.target = target
+        self.unloaded = Unloaded((), None)
+        self.version: str | None = None
+        self._session = session
+
+    @property
+    def name(self) -> str:
+        """What the report calls it."""
+        return self.target.address.name
+
+    async def find_out(self, probe: Request) -> None:
+        """Ask `probe` with the fullest usage that the server takes, and for its version.
+
+        Raises LoadError where it refuses the request in every form, or fails to answer it.
+        """
+        self.version = await self._server_version()
+        record = None
+        for usage in Usage:
+            self.target = replace(self.target, usage=usage)
+            record = await self.ask(probe)
+            if record.outcome is not Outcome.REFUSED or not record.reason.startswith(("HTTP 400", "HTTP 422")):
+                break
+        assert record is not None, "there is at least one way to ask for usage"
+        if not record.ok:
+            raise LoadError(f"url={self.target.url}: {record.outcome} ({record.reason})")
+
+    async def ask(self, request: Request) -> Record:
+        """Send one request alone."""
+        start_s = asyncio.get_running_loop().time()
+        exchange = Exchange(0, request)
+        await Client(self._session, self.target).perform(exchange)
+        return exchange.record(start_s)
+
+    async def prime(self, requests: Sequence[Request], *, stop: asyncio.Event, say: Say) -> None:
+        """Have the server read the first request of each group, so that the others find their prefix cached."""
+        firsts = [replace(request, max_tokens=1) for request in first_of_groups(requests)]
+        for number, request in enumerate(firsts, start=1):
+            if stop.is_set():
+                break
+            say(f"{self.name}: reading {request.group} ({number} of {len(firsts)})")
+            await self._ask_or_fail(request)
+
+    async def warm_up(self, requests: Sequence[Request], *, stop: asyncio.Event, say: Say) -> list[Record]:
+        """Send requests one after another and keep as `unloaded` what they take."""
+        records = []
+        for number, request in enumerate(requests, start=1):
+            if stop.is_set():
+                break
+            say(f"{self.name}: warming up ({number} of {len(requests)})")
+            records.append(await self._ask_or_fail(request))
+        self.unloaded = Unloaded.of(records)
+        return records
+
+    async def run(
+        self, requests: Sequence[Request], schedule: Schedule, *, stop: asyncio.Event, report: Report | None
+    ) -> Measured:
+        """Put the load on the server and return what was seen, by the clients and by the server."""
+        before = await self.queue_times()
+        begun = time.time()
+        run = await run_load(Client(self._session, self.target), requests, schedule, stop=stop, report=report)
+        answered = sum(record.ok for record in run.records)
+        return Measured(run, await self._observed(before, answered), begun)
+
+    async def queue_times(self) -> Histogram | None:
+        """Return the server's histogram of queueing delays; None where it exposes none."""
+        text = await self._get_text(f"{self.target.address.root}/metrics")
+        return None if text is None else histogram(text, QUEUE_TIME)
+
+    async def _observed(self, before: Histogram | None, answered: int) -> Histogram | None:
+        if before is None:
+            return None
+        now = asyncio.get_running_loop().time
+        deadline_s = now() + _METRICS_LATE_S
+        while True:
+            after = await self.queue_times()
+            if after is None:
+                return None
+            try:
+                observed = after.since(before)
+            except ValueError:  # the server has been started anew
+                return None
+            if observed.total >= answered or now() > deadline_s:
+                return observed
+            await asyncio.sleep(_METRICS_POLL_S)
+
+    async def _ask_or_fail(self, request: Request) -> Record:
+        record = await self.ask(request)
+        if not record.ok:
+            raise LoadError(f"url={self.target.url}: {record.outcome} before the run ({record.reason})")
+        return record
+
+    async def _server_version(self) -> str | None:
+        """Return what vLLM says at /version; None where a server says nothing there."""
+        text = await self._get_text(f"{self.target.address.root}/version")
+        return None if text is None or len(text) > 200 else text.strip()
+
+    async def _get_text(self, url: str) -> str | None:
+        try:
+            async with asyncio.timeout(_ASK_TIMEOUT_S), self._session.get(url, headers=self.target.headers) as reply:
+                return await reply.text(errors="replace") if reply.status == 200 else None
+        except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            return None

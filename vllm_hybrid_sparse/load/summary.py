@@ -1,0 +1,77 @@
+"""A report in a few lines for a terminal."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Json = dict[str, Any]
+
+_TIMES = (
+    ("time to first token, ms", "ttft_s"),
+    ("time between tokens, ms", "tbt_s"),
+    ("time per output token, ms", "tpot_s"),
+    ("end to end, ms", "e2e_s"),
+)
+
+
+TOO_SHORT = "too few requests to show that this rate is sustained: the queue had no time to grow"
+
+
+def summary(report: Json) -> str:
+    """Return the main figures of a report, what failed among them."""
+    lines: list[str] = []
+    for server in report["servers"]:
+        if server["figures"]:
+            lines += _server(server)
+    for name, compared in report["ratios"].items():
+        found = ", ".join(f"{ratio['figure']} {ratio['better']:.2f}" for ratio in compared)
+        lines.append(f"{name} against {report['servers'][0]['name']} (above 1 is better): {found}")
+    if report["capacity"]:
+        lines += _capacity(report["capacity"])
+    return "\n".join(lines)
+
+
+def _server(server: Json) -> Iterator[str]:
+    figures = server["figures"]
+    outcomes = ", ".join(f"{count} {name}" for name, count in figures["outcomes"].items())
+    yield (
+        f"── {server['name']}: {figures['planned']} requests in {figures['duration_s']:.1f} s: {outcomes}; "
+        f"{figures['not_sent']} not sent, {figures['retries']} sent again, {figures['short_answers']} short answers"
+    )
+    for reason, count in figures["reasons"].items():
+        yield f"  {count} × {reason}"
+    goodput = "" if figures["goodput_per_s"] is None else f", goodput {figures['goodput_per_s']:.3f}/s"
+    yield (
+        f"{figures['requests_per_s']:.3f} requests/s{goodput}, {figures['output_tokens_per_s']:.1f} output tokens/s, "
+        f"{figures['total_tokens_per_s']:.1f} tokens/s in all"
+    )
+    yield _row("", ("mean", "P50", "P90", "P99", "max"))
+    for label, name in _TIMES:
+        yield _row(label, [_ms(figures[name][part]) for part in ("mean", "p50", "p90", "p99", "max")])
+    queueing = figures["queueing"]
+    yield _row("queueing delay, ms", ["", *(_ms(queueing[part]) for part in ("p50_s", "p90_s", "p99_s")), ""])
+    yield f"(queueing delay from {queueing['source']})"
+
+
+def _capacity(found: Json) -> Iterator[str]:
+    for server in found["servers"]:
+        for limit in found["limits"]:
+            seen = server["capacity"][limit["name"]]
+            ratio = "" if seen["of_reference"] is None else f", {seen['of_reference']:.2f} of the reference"
+            yield (
+                f"{server['name']}, {limit['name']} (P99 between tokens {limit['p99_tbt_s'] * 1e3:.0f} ms): holds "
+                f"{_rate(seen['holds_per_s'])}, fails {_rate(seen['fails_per_s'])}{ratio}"
+            )
+            if seen["too_short"]:
+                yield f"  {TOO_SHORT}"
+
+
+def _row(label: str, cells: Sequence[str]) -> str:
+    return f"{label:<28}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def _ms(value_s: float | None) -> str:
+    return "–" if value_s is None else f"{value_s * 1e3:.1f}"
+
+
+def _rate(value: float | None) -> str:
+    return "at no tried rate" if value is None else f"{value:.3g} requests/s"

@@ -1,0 +1,106 @@
+"""What is measured: a server and how it is asked."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.load.requests import Request
+
+_NAMED = re.compile(r"([\w.@+-]+)=(https?://.*)", re.DOTALL)
+
+
+class Api(StrEnum):
+    """The two endpoints that stream text."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+
+class Usage(StrEnum):
+    """What a server is asked to say of the number of tokens."""
+
+    EACH_CHUNK = "each-chunk"  # vLLM's continuous_usage_stats
+    TOTAL = "total"  # OpenAI's include_usage
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A server by the name that the report gives it."""
+
+    name: str
+    root: str  # without /v1 and without a slash at the end
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> Self:
+        """Read `URL` or `NAME=URL`; the URL may end in /v1. Without a name it is host and port."""
+        named = _NAMED.fullmatch(text)
+        name, url = named.groups() if named else ("", text)
+        parts = urlsplit(url)
+        try:
+            usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:  # of a port that is no number
+            usable = False
+        if not usable or parts.query or parts.fragment or parts.username:
+            raise ConfigError(f"{option}={text}: must be http://HOST[:PORT], or NAME=http://HOST[:PORT]")
+        return cls(name or parts.netloc, url.rstrip("/").removesuffix("/v1"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A server, what it is asked with, and how long it is waited for."""
+
+    address: Address
+    model: str
+    api: Api = Api.COMPLETIONS
+    usage: Usage = Usage.EACH_CHUNK
+    timeout_s: float = 600.0  # of a request with all its attempts, > 0
+    retries: int = 0  # further attempts where one ended before its first token for want of the server, >= 0
+    retry_wait_s: float = 0.5  # before the first of them; each further wait is twice as long
+    api_key: str | None = field(default=None, repr=False)
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < float("inf"):
+            raise ConfigError(f"timeout={self.timeout_s}: must be above 0 s, finite")
+        if self.retries < 0:
+            raise ConfigError(f"retries={self.retries}: must be 0 or more")
+
+    @property
+    def url(self) -> str:
+        """Where requests are posted."""
+        path = "chat/completions" if self.api is Api.CHAT else "completions"
+        return f"{self.address.root}/v1/{path}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+    def check(self, request: Request) -> None:
+        """Raise ConfigError where the endpoint has no field for the request's kind of prompt."""
+        if self.api is Api.CHAT and request.kind == "tokens":
+            raise ConfigError("api=chat: has no prompts of token ids; use api=completions")
+        if self.api is Api.COMPLETIONS and request.kind == "messages":
+            raise ConfigError("api=completions: has no prompts of messages; use api=chat")
+
+    def body(self, request: Request) -> dict[str, Any]:
+        """Return what is posted for a request."""
+        body: dict[str, Any] = {"model": self.model, "max_tokens": request.max_tokens, "temperature": 0, "stream": True}
+        if self.api is Api.COMPLETIONS:
+            body["prompt"] = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        elif isinstance(request.prompt, str):
+            body["messages"] = [{"role": "user", "content": request.prompt}]
+        else:
+            body["messages"] = list(request.prompt)
+        if request.ignore_eos:
+            body["ignore_eos"] = True
+        if self.usage is not Usage.NONE:
+            body["stream_options"] = {"include_usage": True}
+        if self.usage is Usage.EACH_CHUNK:
+            body["stream_options"]["continuous_usage_stats"] = True
+        return body | dict(self.extra_body)
