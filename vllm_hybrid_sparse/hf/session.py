@@ -108,8 +108,8 @@ class SparseSession:
         """Take the sequence over from the cache of the model's next call, whoever computed it.
 
         What that cache holds of earlier tokens is stored again, without attending, so one prefill serves sessions of
-        any settings, and a cache that was cropped may be decoded from again. ConfigError with policy hgca, which chooses
-        by the attention of a prefill.
+        any settings, and a cache that was cropped may be decoded from again. ConfigError with policy hgca, whose choice
+        comes from the attention of a prefill.
         """
         if self.runtime.keeps_request_state:
             raise ConfigError(f"policy={self.runtime.settings.policy!r}: needs a prefill in the session, not adopt()")
