@@ -127,6 +127,7 @@ static inline float softmax_row(const float* scores, const Chunk<T>& chunk, floa
 
 // f<Ahead>() for the shares that `attend` gives to a row tile.
 template <class F>
+[[gnu::always_inline]]
 static inline void with_ahead(int ahead, const F& f) {
   switch (ahead) {
     case 4: return f.template operator()<4>();
@@ -156,7 +157,9 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
   const int steps = args.head_dim / T::pack;
   for (int page = 0; page < chunk.pages; page += kColumnTile) {
     with_ahead(page == 0 ? ahead : 0,
-               [&]<int Ahead>() { score_tile<T, Rows, Ahead>(queries, chunk, page, steps, scores); });
+               [&]<int Ahead>() __attribute__((always_inline)) {
+                 score_tile<T, Rows, Ahead>(queries, chunk, page, steps, scores);
+               });
   }
   if constexpr (Keep) {
     keep_scores<T, Rows>(args, chunk, first_row, scores);
@@ -169,7 +172,7 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
                                 weights + r * (kChunkTokens / T::pack));
   }
   float* out = args.out + int64_t{first_row} * args.head_dim;
-  with_ahead(ahead, [&]<int Ahead>() {
+  with_ahead(ahead, [&]<int Ahead>() __attribute__((always_inline)) {
     int dim = 0;
     for (; dim + 16 * kColumnTile <= args.head_dim; dim += 16 * kColumnTile)
       value_tile<T, Rows, kColumnTile, Ahead>(weights, chunk, args.head_dim, dim, rescale, out);
