@@ -19,6 +19,7 @@ struct Chunk {
 };
 
 template <class T, int Rows, int Ahead>
+[[gnu::always_inline]]
 static inline void score_tile(const typename T::Op* const* queries, const Chunk<T>& chunk, int first_page, int steps,
                               float* scores) {
   constexpr int kStepBytes = kPageTokens * T::pack * static_cast<int>(sizeof(typename T::Element));
@@ -39,6 +40,7 @@ static inline void score_tile(const typename T::Op* const* queries, const Chunk<
 }
 
 template <class T, int Rows, int Columns, int Ahead>
+[[gnu::always_inline]]
 static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chunk, int head_dim, int first_dim,
                               const float* rescale, float* out) {
   constexpr int kOpsPerRow = kChunkTokens / T::pack;
@@ -81,6 +83,7 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
 // Scores of one row -> weights, with the row's running maximum, sum and lightest page brought up to date. Returns the
 // factor by which the row's output so far must shrink. A maximum that stands, as nearly all do, costs one comparison.
 template <class T>
+[[gnu::always_inline]]
 static inline float softmax_row(const float* scores, const Chunk<T>& chunk, float scale, int visible, float* row_max,
                                 float* row_sum, float* lightest_page, typename T::Op* weights) {
   constexpr int kOpsPerPage = kPageTokens / T::pack;
@@ -124,6 +127,7 @@ static inline float softmax_row(const float* scores, const Chunk<T>& chunk, floa
 
 // f<Ahead>() for the shares that `attend` gives to a row tile.
 template <class F>
+[[gnu::always_inline]]
 static inline void with_ahead(int ahead, const F& f) {
   switch (ahead) {
     case 4: return f.template operator()<4>();
@@ -153,7 +157,9 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
   const int steps = args.head_dim / T::pack;
   for (int page = 0; page < chunk.pages; page += kColumnTile) {
     with_ahead(page == 0 ? ahead : 0,
-               [&]<int Ahead>() { score_tile<T, Rows, Ahead>(queries, chunk, page, steps, scores); });
+               [&]<int Ahead>() __attribute__((always_inline)) {
+                 score_tile<T, Rows, Ahead>(queries, chunk, page, steps, scores);
+               });
   }
   if constexpr (Keep) {
     keep_scores<T, Rows>(args, chunk, first_row, scores);
@@ -166,7 +172,7 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
                                 weights + r * (kChunkTokens / T::pack));
   }
   float* out = args.out + int64_t{first_row} * args.head_dim;
-  with_ahead(ahead, [&]<int Ahead>() {
+  with_ahead(ahead, [&]<int Ahead>() __attribute__((always_inline)) {
     int dim = 0;
     for (; dim + 16 * kColumnTile <= args.head_dim; dim += 16 * kColumnTile)
       value_tile<T, Rows, kColumnTile, Ahead>(weights, chunk, args.head_dim, dim, rescale, out);
@@ -185,7 +191,7 @@ static void attend_row_tile(const AttendArgs& args, const Chunk<T>& chunk, int f
 }
 
 // Keep: the tokens' scores are kept too, and without `out` nothing else is made. A variant of its own, so that attention alone
-// has no test for it.
+// has no test for it; with two variants GCC would inline the tiles into neither by itself.
 template <class T, bool Keep>
 static void attend(const AttendArgs& args) {
   const int head_dim = args.head_dim;
