@@ -64,12 +64,14 @@ def test_pages_read_are_the_reference_s(
     assert len(decode_steps(shape, selection, sharpness=2.0)) <= 4  # of 24 rows
 
 
-@pytest.mark.parametrize("head_dim", [16, 80, 128])
+@pytest.mark.parametrize("head_dim", [16, 80, 128, 256, 512])
+@pytest.mark.parametrize("code_bits", [1, 2])
 @pytest.mark.parametrize("block_tokens", [16, 128])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_shapes_and_threads(head_dim: int, block_tokens: int, num_threads: int) -> None:
+def test_shapes_and_threads(head_dim: int, code_bits: int, block_tokens: int, num_threads: int) -> None:
     shape = Shape(
         head_dim=head_dim,
+        code_bits=code_bits,
         block_tokens=block_tokens,
         num_threads=num_threads,
         num_q_heads=6,
