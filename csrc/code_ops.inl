@@ -154,16 +154,16 @@ static void encode_page(const char* page, char* out, int head_dim, int code_bits
   std::memset(out + at.units + 2 * sizeof(unit_bits), 0, at.bytes - at.units - 2 * sizeof(unit_bits));
 }
 
-// Sums across lanes of the first `Rows` rows' vectors: out[r * kScorePages + p] is that of x[r][p].
+// scale * the sums across lanes of the first `Rows` rows' vectors: out[r * stride + p] is that of x[r][p].
 template <int Rows, int Pages>
-static inline void sum_lanes(const vf (&x)[kScoreRows][kScorePages], float* out) {
+static inline void sum_lanes(const vf (&x)[kScoreRows][kScorePages], float scale, float* out, int64_t stride) {
   if constexpr (Pages < kScorePages) {
     for (int r = 0; r < Rows; ++r)
-      for (int p = 0; p < Pages; ++p) out[r * kScorePages + p] = reduce_add(x[r][p]);
+      for (int p = 0; p < Pages; ++p) out[r * stride + p] = reduce_add(x[r][p]) * scale;
   } else if constexpr (Rows == 1) {
-    reduce_add4(x[0][0], x[0][1], x[0][2], x[0][3], 1.0f, out);
+    reduce_add4(x[0][0], x[0][1], x[0][2], x[0][3], scale, out);
   } else {
-    reduce_add4x4(x, 1.0f, Rows, out, kScorePages);
+    reduce_add4x4(x, scale, Rows, out, stride);
   }
 }
 
@@ -183,7 +183,7 @@ static inline void mean_tile(const CodeQuery* const* queries, int head_dim, cons
   vf by_lane[kScoreRows][kScorePages];
   for (int r = 0; r < kScoreRows; ++r)
     for (int p = 0; p < kScorePages; ++p) by_lane[r][p] = r < Rows && p < Pages ? product_sums(sums[r][p]) : zero();
-  sum_lanes<Rows, Pages>(by_lane, out);
+  sum_lanes<Rows, Pages>(by_lane, 1.0f, out, kScorePages);
 }
 
 // Rows against the codes of `Pages` pages: out[r][p] are, by token, the sums of q c.
@@ -257,7 +257,7 @@ static inline void code_tile(const ScoreArgs& args, const void* const* rows, con
   }
   alignas(64) float mass[kScoreRows * kScorePages];
   store(mass, set1(1.0f));
-  sum_lanes<Rows, Pages>(weights, mass);
+  sum_lanes<Rows, Pages>(weights, 1.0f, mass, kScorePages);
   store(mass, mul(add(log2_positive(load(mass)), load(mean_scores)), set1(kLn2)));
   for (int r = 0; r < Rows; ++r)
     for (int p = 0; p < Pages; ++p) scores[r * args.row_stride + p] = mass[r * kScorePages + p];

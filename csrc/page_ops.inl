@@ -68,14 +68,7 @@ static inline void score_tile(const ScoreArgs& args, const void* const* rows, co
       for (int p = 0; p < Pages; ++p) acc[r][p] = T::multiply_run(acc[r][p], run[p], q);
     }
   }
-  if constexpr (Pages == kScorePages && Rows > 1) {
-    reduce_add4x4(acc, args.scale, Rows, scores, args.row_stride);
-  } else if constexpr (Pages == kScorePages) {
-    reduce_add4(acc[0][0], acc[0][1], acc[0][2], acc[0][3], args.scale, scores);
-  } else {
-    for (int r = 0; r < Rows; ++r)
-      for (int p = 0; p < Pages; ++p) scores[r * args.row_stride + p] = reduce_add(acc[r][p]) * args.scale;
-  }
+  sum_lanes<Rows, Pages>(acc, args.scale, scores, args.row_stride);
 }
 
 template <class T, int Rows, int Pages>

@@ -27,14 +27,6 @@ GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1, 
 }
 
 
-@pytest.fixture(params=[name for name in ISAS if name != "auto"])
-def isa(request: pytest.FixtureRequest) -> str:
-    """Every instruction set by name; those that this machine lacks are skipped by name."""
-    if request.param not in supported_isas():
-        pytest.skip(f"this machine has no {request.param}")
-    return str(request.param)
-
-
 @pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
 def geometry(request: pytest.FixtureRequest) -> dict[str, Any]:
     names = ("num_q_heads", "num_kv_heads", "head_dim", "block_tokens")

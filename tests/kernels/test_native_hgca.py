@@ -9,9 +9,7 @@ import torch
 from tests.kernels.hgca_checks import MirroredLayer
 from tests.kernels.served_layer import Request, ServedLayer, Shape
 from tests.tolerances import assert_close
-from vllm_hybrid_sparse.config import ISAS
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.paged_attention.native import supported_isas
 from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
 from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
 
@@ -25,14 +23,6 @@ GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1, 
     "g4-d80-b16": (8, 2, 80, 16),
     "g8-d128-b128": (8, 1, 128, 128),
 }
-
-
-@pytest.fixture(params=[name for name in ISAS if name != "auto"])
-def isa(request: pytest.FixtureRequest) -> str:
-    """Every instruction set by name; those that this machine lacks are skipped by name."""
-    if request.param not in supported_isas():
-        pytest.skip(f"this machine has no {request.param}")
-    return str(request.param)
 
 
 @pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
