@@ -68,7 +68,10 @@ struct Kernels {
   void (*group_scores)(const float* scores, int64_t stride, int rows, int count, const float* retained, float* lse,
                        float* out);
   // out[i] = the bucket of scores[i], 0 for the highest of them to buckets - 1 for the lowest, evenly over their range.
-  void (*bucket_scores)(const float* scores, int count, int buckets, uint16_t* out);
+  // Returns the width of a bucket.
+  float (*bucket_scores)(const float* scores, int count, int buckets, uint16_t* out);
+  // The indices, ascending, of the scores that are no more than `below` under the highest; returns their number.
+  int (*take_above)(const float* scores, int count, float below, int32_t* out);
   // K and V of `count` tokens into one page from token `offset` on; strides in elements.
   void (*write_page)(char* page, int offset, int count, int head_dim, const void* key, int64_t key_stride,
                      const void* value, int64_t value_stride);

@@ -155,23 +155,46 @@ static void group_scores(const float* scores, int64_t stride, int rows, int coun
   }
 }
 
-static void bucket_scores(const float* scores, int count, int buckets, uint16_t* out) {
-  const float infinity = __builtin_inff();
+struct ScoreRange {
+  float lowest, highest;
+};
+
+static ScoreRange range_of(const float* scores, int count) {
   const int whole = count / 16 * 16;
-  vf low = set1(infinity);
-  vf high = set1(-infinity);
+  vf low = set1(__builtin_inff());
+  vf high = set1(-__builtin_inff());
   for (int i = 0; i < whole; i += 16) {
     low = min(low, load(scores + i));
     high = max(high, load(scores + i));
   }
-  float lowest = reduce_min(low);
-  float highest = reduce_max(high);
+  ScoreRange range = {reduce_min(low), reduce_max(high)};
   for (int i = whole; i < count; ++i) {
-    lowest = scores[i] < lowest ? scores[i] : lowest;
-    highest = scores[i] > highest ? scores[i] : highest;
+    range.lowest = scores[i] < range.lowest ? scores[i] : range.lowest;
+    range.highest = scores[i] > range.highest ? scores[i] : range.highest;
   }
-  const float factor = highest > lowest ? static_cast<float>(buckets - 1) / (highest - lowest) : 0.0f;
-  for (int i = 0; i < count; ++i) out[i] = static_cast<uint16_t>(static_cast<int>((highest - scores[i]) * factor));
+  return range;
+}
+
+static float bucket_scores(const float* scores, int count, int buckets, uint16_t* out) {
+  const ScoreRange range = range_of(scores, count);
+  const float spread = range.highest - range.lowest;
+  const float factor = spread > 0.0f ? static_cast<float>(buckets - 1) / spread : 0.0f;
+  for (int i = 0; i < count; ++i) out[i] = static_cast<uint16_t>(static_cast<int>((range.highest - scores[i]) * factor));
+  return spread / static_cast<float>(buckets - 1);
+}
+
+static int take_above(const float* scores, int count, float below, int32_t* out) {
+  const float highest = range_of(scores, count).highest;
+  const int whole = count / 16 * 16;
+  int taken = 0;
+  for (int i = 0; i < whole; i += 16) {
+    const vf distance = sub(set1(highest), load(scores + i));
+    for (uint32_t mask = mask_at_least_zero(sub(set1(below), distance)); mask != 0; mask &= mask - 1)
+      out[taken++] = i + __builtin_ctz(mask);
+  }
+  for (int i = whole; i < count; ++i)
+    if (highest - scores[i] <= below) out[taken++] = i;
+  return taken;
 }
 
 template <class T>
@@ -241,5 +264,5 @@ static float stream(const char* bytes, int64_t size, const char* next) {
 template <class T>
 inline constexpr Kernels kKernels = {
     query_bytes<T>, prepare_query<T>, summary_query_bytes<T>, prepare_summary_query<T>, attend<T, false>, attend<T, true>,
-    score<T>,       group_scores,     bucket_scores,          write_page<T>,            summarize<T>,     copy_token<T>,
-    log_sum_exp,    blend_weights,    store_row<T>,           stream};
+    score<T>,       group_scores,     bucket_scores,          take_above,               write_page<T>,    summarize<T>,
+    copy_token<T>,  log_sum_exp,      blend_weights,          store_row<T>,             stream};

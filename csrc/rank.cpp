@@ -12,30 +12,43 @@ constexpr int kBuckets = 1024;
 // A histogram over score buckets finds the bucket in which the last wanted page lies; only its pages are compared.
 void select_best(const Kernels& kernels, const float* scores, int count, int wanted, int first_page, int32_t* out) {
   if (wanted <= 0) return;
-  static thread_local std::vector<uint16_t> bucket_of;
-  static thread_local std::vector<ScoredPage> last_bucket;
-  bucket_of.resize(count);
-  kernels.bucket_scores(scores, count, kBuckets, bucket_of.data());
-  int32_t sizes[2][kBuckets] = {};  // two, since neighbours often fall into one bucket
-  for (int i = 0; i + 1 < count; i += 2) {
-    ++sizes[0][bucket_of[i]];
-    ++sizes[1][bucket_of[i + 1]];
-  }
-  if (count % 2) ++sizes[0][bucket_of[count - 1]];
+  static thread_local std::vector<uint16_t> buckets;
+  static thread_local std::vector<int32_t> indices;
+  static thread_local std::vector<ScoredPage> pages;
+  buckets.resize(count);
+  indices.resize(count);
+  const uint16_t* bucket_of = buckets.data();  // found once: thread_local names are looked up at each use
+  int32_t* found = indices.data();
+  std::vector<ScoredPage>& last_bucket = pages;
+  last_bucket.clear();
+
+  const float width = kernels.bucket_scores(scores, count, kBuckets, buckets.data());
+  constexpr int kTables = 4;  // since neighbours often fall into one bucket
+  int32_t sizes[kTables][kBuckets] = {};
+  int i = 0;
+  for (; i + kTables <= count; i += kTables)
+    for (int table = 0; table < kTables; ++table) ++sizes[table][bucket_of[i + table]];
+  for (; i < count; ++i) ++sizes[0][bucket_of[i]];
   int bucket = 0;
   int above = 0;
-  for (; above + sizes[0][bucket] + sizes[1][bucket] < wanted; ++bucket) above += sizes[0][bucket] + sizes[1][bucket];
-  last_bucket.clear();
-  for (int i = 0; i < count; ++i)
-    if (bucket_of[i] == bucket) last_bucket.push_back({scores[i], first_page + i});
+  for (;; ++bucket) {
+    int size = 0;
+    for (int table = 0; table < kTables; ++table) size += sizes[table][bucket];
+    if (above + size >= wanted) break;
+    above += size;
+  }
+  // Everything down to the bucket's lower edge, and a little more, since edges are rounded.
+  const int near = kernels.take_above(scores, count, (static_cast<float>(bucket) + 1.01f) * width, found);
+  for (int n = 0; n < near; ++n)
+    if (bucket_of[found[n]] == bucket) last_bucket.push_back({scores[found[n]], found[n]});
   const auto last = last_bucket.begin() + (wanted - above - 1);
   std::nth_element(last_bucket.begin(), last, last_bucket.end());
   const ScoredPage cut = *last;
   int taken = 0;
-  for (int i = 0; i < count; ++i) {
-    const ScoredPage here = {scores[i], first_page + i};
-    const bool take = bucket_of[i] < bucket || (bucket_of[i] == bucket && !(cut < here));
-    if (taken < wanted) out[taken] = here.page;  // overwritten unless taken
+  for (int n = 0; n < near; ++n) {
+    const ScoredPage here = {scores[found[n]], found[n]};
+    const bool take = bucket_of[here.page] < bucket || (bucket_of[here.page] == bucket && !(cut < here));
+    if (taken < wanted) out[taken] = first_page + here.page;  // overwritten unless taken
     taken += take;
   }
 }
