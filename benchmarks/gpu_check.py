@@ -61,7 +61,7 @@ def stages(out: Path) -> list[Stage]:
         Stage(name="smoke: merge_state", command=(python, smoke, "merge")),
         Stage(
             name="tests",
-            command=(python, "-m", "pytest", "-m", "gpu", "-q", "tests/kernels"),
+            command=("env", "TRITON_INTERPRET=0", python, "-m", "pytest", "-m", "gpu", "-q", "tests/kernels"),
             timeout_s=600,
         ),
         Stage(

@@ -10,6 +10,7 @@ from vllm_hybrid_sparse.kernels.copy.gpu import load_pages, store_pages
 from vllm_hybrid_sparse.kernels.merge import reference as merge_reference
 from vllm_hybrid_sparse.kernels.merge.gpu import merge_states
 from vllm_hybrid_sparse.kernels.progressive.gpu import progressive_attention
+from vllm_hybrid_sparse.kernels.progressive.stream_loader import StreamLoader
 from vllm_hybrid_sparse.kernels.score.gpu import group_scores, rank_pages, score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.gpu import attend_slots
 from vllm_hybrid_sparse.kernels.summarize.gpu import summarize_slots
@@ -258,15 +259,24 @@ def merge_cases(machine: Machine, rows: int) -> Iterator[Case]:
         )
 
 
-def progressive_case(machine: Machine, rows: int, pages: int, microbatch_pages: int) -> Case:
-    """All microbatches of a layer with every page in its slot, none of them stopping early: what launching costs."""
+def progressive_case(machine: Machine, rows: int, pages: int, microbatch_pages: int, *, missing: bool) -> Case:
+    """All microbatches of a layer, none of them stopping early: what launching costs, or loading beside computing.
+
+    missing   False: every page lies in its slot; True: each is loaded first, by a stream of its own
+    """
     q_heads = machine.kv_heads * machine.group
     query = machine.randn(rows, q_heads, machine.head_dim)
     slots = machine.slots(rows, machine.kv_heads, pages)
     candidates = torch.full(slots.shape[:2], pages, dtype=torch.int32, device=machine.device)
     scale = machine.head_dim**-0.5
+    offsets = slots.long() * (2 * PAGE_TOKENS * machine.head_dim)
 
     def run() -> Tensor:
+        loader = None
+        if missing:
+            loader = StreamLoader(
+                machine.host, offsets, slots, machine.k_pool, machine.v_pool, microbatch_pages=microbatch_pages
+            )
         out = torch.zeros(rows, q_heads, machine.head_dim, device=machine.device)
         lse = torch.full((rows, q_heads), -torch.inf, device=machine.device)
         progressive_attention(
@@ -280,6 +290,7 @@ def progressive_case(machine: Machine, rows: int, pages: int, microbatch_pages: 
             scale=scale,
             threshold=1.0,
             microbatch_pages=microbatch_pages,
+            loader=loader,
         )
         return out
 
@@ -289,12 +300,12 @@ def progressive_case(machine: Machine, rows: int, pages: int, microbatch_pages: 
         return relative_error(run()[0, : machine.group], (scale * heads @ keys.T).softmax(dim=1) @ values)
 
     return Case(
-        name=f"progressive, microbatches of {microbatch_pages}",
+        name=f"progressive, {'loading, ' if missing else ''}microbatches of {microbatch_pages}",
         size=f"{rows} rows, {pages} pages",
         run=run,
         error=error,
         moved_bytes=slots.numel() * machine.page_bytes,
-        ceiling="device",
+        ceiling="from_host" if missing else "device",
     )
 
 
@@ -312,4 +323,5 @@ def all_cases(
             yield from score_cases(machine, count, pages)
         yield from merge_cases(machine, count)
         for microbatch in microbatches:
-            yield progressive_case(machine, count, max(microbatches), microbatch)
+            for missing in (False, True):
+                yield progressive_case(machine, count, max(microbatches), microbatch, missing=missing)

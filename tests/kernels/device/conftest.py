@@ -1,29 +1,24 @@
-"""The tests of the device's kernels run on the CPU, interpreted, and with `-m gpu` on a GPU, compiled."""
+"""The tests of the device's kernels run on the CPU, interpreted, or on a GPU, compiled (tests/conftest.py)."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
-if find_spec("triton") is None:
-    collect_ignore_glob = ["test_*.py"]
+from tests.kernels.device.interpreter import interprets, mend_interpreter
 
 
 @pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the kernels of a test run."""
-    # Not at the top: Triton must not be imported before tests/conftest.py has said how kernels are to be defined.
-    from tests.kernels.device.interpreter import interprets, mend_interpreter  # noqa: PLC0415
-
     if request.param == "interpreted":
         if not interprets():
             pytest.skip("the kernels are compiled in this run")
         mend_interpreter()
         return torch.device("cpu")
     if interprets():
-        pytest.skip("the kernels are interpreted in this run; for the GPU: pytest -m gpu")
+        pytest.skip("the kernels are interpreted in this run; for the GPU: TRITON_INTERPRET=0 pytest -m gpu")
     if not torch.cuda.is_available():
         pytest.skip("this machine has no GPU")
     return torch.device("cuda", torch.cuda.current_device())

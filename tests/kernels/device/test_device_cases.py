@@ -13,7 +13,7 @@ def test_every_case_is_right(device: torch.device) -> None:
         assert case.error() < TOLERANCE, case.name
         assert case.moved_bytes > 0
         names.append(case.name)
-    assert len(names) == 3 + 2 * (2 + 4 + 2 + 2)
+    assert len(names) == 3 + 2 * (2 + 4 + 2 + 4)
 
 
 @pytest.mark.parametrize("wrong", [1.5, torch.nan])

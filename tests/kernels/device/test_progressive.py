@@ -6,8 +6,10 @@ from torch import Tensor
 
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.copy.gpu import store_pages
 from vllm_hybrid_sparse.kernels.progressive import reference
 from vllm_hybrid_sparse.kernels.progressive.gpu import DeviceProgress, PageLoader, progressive_attention
+from vllm_hybrid_sparse.kernels.progressive.stream_loader import StreamLoader
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 from vllm_hybrid_sparse.policy.selectors import SpecSelector
 from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
@@ -177,6 +179,26 @@ def test_each_microbatch_is_waited_for_and_the_next_one_started_before(device: t
     assert [index for name, index in loader.calls if name == "wait"] == list(range(launched))
     for index in range(1, launched):
         assert loader.calls.index(("start", index)) < loader.calls.index(("wait", index - 1))
+
+
+def test_pages_come_from_the_host_store_while_others_are_attended_to(device: torch.device) -> None:
+    case = Case([300, 100, 40], 3, SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=3), 1.0, device)
+    full = case.pools.to(device)
+    host = torch.empty(case.pools.numel(), pin_memory=device.type == "cuda")
+    elements = 2 * 16 * HEAD_DIM
+    every = torch.arange(len(full[0]), device=device)
+    store_pages(host, every * elements, every.int(), full[0], full[1])
+    resident = case.slots.flatten()[case.slots.flatten() >= 0][::4]  # a quarter lies in its slot already
+    pools = torch.full_like(full, torch.nan)
+    pools[:, resident.long()] = full[:, resident.long()]
+    offsets = case.slots.long() * elements
+    offsets[torch.isin(case.slots, resident)] = -1
+    slots = case.slots.to(device)
+    loader = StreamLoader(host, offsets.to(device), slots, pools[0], pools[1], microbatch_pages=3)
+    case.check(*case.run(loader, pools))
+    if device.type == "cpu":
+        loaded = ~pools[0][:, 0, 0].isnan()
+        assert loaded.sum() < (case.slots >= 0).sum(), "the pages behind the stop were not loaded"
 
 
 def test_with_estimates_reading_stops_when_the_unread_weigh_little(device: torch.device) -> None:
