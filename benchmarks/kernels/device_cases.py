@@ -295,9 +295,10 @@ def progressive_case(machine: Machine, rows: int, pages: int, microbatch_pages: 
         return out
 
     def error() -> float:
+        out = run()
         heads = query[0, : machine.group].float()
         keys, values = (pool[slots[0, 0].long()].flatten(0, 1).float() for pool in (machine.k_pool, machine.v_pool))
-        return relative_error(run()[0, : machine.group], (scale * heads @ keys.T).softmax(dim=1) @ values)
+        return relative_error(out[0, : machine.group], (scale * heads @ keys.T).softmax(dim=1) @ values)
 
     return Case(
         name=f"progressive, {'loading, ' if missing else ''}microbatches of {microbatch_pages}",

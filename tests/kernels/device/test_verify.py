@@ -139,6 +139,15 @@ def test_with_an_estimate_a_retained_set_may_be_enough(device: torch.device) -> 
     assert progress.done.item() == 1
 
 
+def test_a_weight_that_is_not_a_number_is_never_enough(device: torch.device) -> None:
+    progress = begin(torch.tensor([[2]]), torch.tensor([[2]]), 1, device)
+    lse, page_lse = torch.full((1, 1), torch.nan, device=device), torch.zeros(1, 1, 1, device=device)
+    verify(lse, page_lse, progress, threshold=0.1)
+    assert progress.done.item() == 0
+    verify(lse, page_lse, progress, threshold=0.1)
+    assert progress.done.item() == 1, "the budget ends it"
+
+
 def test_bad_arguments_are_refused_by_name() -> None:
     progress = begin(torch.tensor([[5]]), torch.tensor([[5]]), 2, torch.device("cpu"))
     lse, page_lse = torch.zeros(1, 2), torch.zeros(1, 2, 3)

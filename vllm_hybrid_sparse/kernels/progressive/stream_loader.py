@@ -28,7 +28,7 @@ class StreamLoader:
         """Nothing is loaded yet.
 
         host             [elements]                  as in `load_pages`
-        page_offsets     [rows, kv_heads, pages]     int64, where each page begins in `host`; negative: in its slot already
+        page_offsets     [rows, kv_heads, pages]     int64, where pages begin in `host`; negative: in its slot already
         slots            [rows, kv_heads, pages]     int32, as in `progressive_attention`
         k_pool, v_pool   [slots, 16, head_dim]       out
         stream           to load on; None: a new one

@@ -115,8 +115,8 @@ def _verify_kernel(
     tl.store(pages_left + unit, unread)
     tl.store(budget_left + unit, may_read)
     tl.store(mass + q_heads, kept, mask=is_head)
-    wants_more = tl.max((is_head & (kept <= threshold)).to(tl.int32), axis=0)
-    if (wants_more == 0) | (may_read <= 0):
+    is_enough = (kept > threshold) | (heads >= group)
+    if (tl.min(is_enough.to(tl.int32), axis=0) == 1) | (may_read <= 0):
         tl.store(done + unit, 1)
         if tl.atomic_add(active, -1) == 1:
             # Written through to host memory; the host may see it before this kernel ends.

@@ -11,7 +11,11 @@ from vllm_hybrid_sparse.kernels.arguments import check_tensor, group_size
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far every row and KV head has come. The verifying kernel is the only writer of all of it."""
+    """How far every row and KV head has come. The verifying kernel is the only writer of all of it.
+
+    Keep it until the work that was launched with it has ended: the kernel writes `stop` in host memory, which torch
+    would give to another tensor without asking the device.
+    """
 
     lightest: Tensor  # [rows, q_heads] f32, log AS_min; +inf: no page read yet
     pages_left: Tensor  # [rows, kv_heads] int32, N_left: candidates that are not read
