@@ -1,6 +1,7 @@
 # Every target sets up what it needs and is quick where nothing changed. `make` alone lists them.
 SHELL := bash
 PYTHON_BIN := .venv/bin/python
+GPU_PYTHON ?= $(PYTHON_BIN)
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -33,8 +34,8 @@ check: setup ## ruff, formatting, types, import contracts
 bench: setup ## time per output token of both backends in turns (ARGS="--help" for its options)
 	@$(PYTHON_BIN) -m benchmarks.serving.tpot $(ARGS)
 
-gpu-check: ## the tests that need an NVIDIA GPU
+gpu-check: ## all that needs an NVIDIA GPU, a table last (GPU_PYTHON=python3 where nothing can be installed)
 	@nvidia-smi -L 2>/dev/null | grep -q '^GPU' || \
 	  { echo "gpu-check: needs an NVIDIA GPU, and nvidia-smi lists none on this machine" >&2; exit 1; }
-	@$(MAKE) --no-print-directory setup
-	@$(PYTHON_BIN) -m pytest -m gpu $(ARGS)
+	@[[ '$(GPU_PYTHON)' != '$(PYTHON_BIN)' ]] || $(MAKE) --no-print-directory setup
+	@$(GPU_PYTHON) -m benchmarks.gpu_check $(ARGS)

@@ -1,0 +1,177 @@
+"""Everything that needs an NVIDIA GPU, in one go: what `make gpu-check` runs.
+
+    python -m benchmarks.gpu_check [--out DIR] [--only STAGE,…]
+
+The stages run in order of worth, each in a process of its own: one that fails or hangs stops no other, and a run that
+is cut off has done what matters most. DIR gets the whole log of each stage and `summary.json`, which is written anew
+after every stage; the table comes last. Exits with 1 where a stage failed, and with 2 where there is no GPU.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.machine import REPOSITORY, provenance
+from benchmarks.report import markdown_table
+
+NOT_INSTALLED = 77
+"""Exit status of a stage that lacks what it needs (deploy/gpu/smoke.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One part of the check."""
+
+    name: str
+    command: tuple[str, ...]  # empty: the part does not exist yet, `missing` says what it waits for
+    timeout_s: int = 300
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a stage."""
+
+    name: str
+    status: str  # ok | FAILED | TIMED OUT | not installed | not built
+    seconds: float
+    last_line: str  # of its output
+    log: str  # file name; empty where nothing ran
+
+    @property
+    def failed(self) -> bool:
+        """Whether the whole check fails by it."""
+        return self.status in ("FAILED", "TIMED OUT")
+
+
+def stages(out: Path) -> list[Stage]:
+    """All parts, by worth; `out` is where they may leave files."""
+    python = sys.executable
+    smoke = str(REPOSITORY / "deploy" / "gpu" / "smoke.py")
+    return [
+        Stage(name="smoke: vLLM's operators", command=(python, smoke, "ops")),
+        Stage(name="smoke: merge_state", command=(python, smoke, "merge")),
+        Stage(
+            name="tests",
+            command=("env", "TRITON_INTERPRET=0", python, "-m", "pytest", "-m", "gpu", "-q", "tests/kernels"),
+            timeout_s=600,
+        ),
+        Stage(
+            name="kernel benchmarks",
+            command=(python, "-m", "benchmarks.kernels.device_kernels", "--out", str(out / "device_kernels.json")),
+            timeout_s=600,
+        ),
+        Stage(name="smoke: FLASH_ATTN", command=(python, smoke, "flash_attn")),
+        Stage(name="smoke: CUDA graphs", command=(python, smoke, "graphs")),
+        Stage(name="smoke: TRITON_ATTN", command=(python, smoke, "triton_attn")),
+        Stage(name="serving: greedy equality", command=(), missing="the worker that serves on CUDA"),
+        Stage(name="serving: time per token", command=(), missing="the worker that serves on CUDA"),
+    ]
+
+
+def run_stage(stage: Stage, log: Path) -> Outcome:
+    """Run one stage with all its output in `log`, and end it with its children when its time is up."""
+    if not stage.command:
+        return Outcome(name=stage.name, status="not built", seconds=0.0, last_line=f"needs {stage.missing}", log="")
+    begun = time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            stage.command,
+            cwd=REPOSITORY,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+        )
+        try:
+            code: int | None = process.wait(stage.timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(process)
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    status = {0: "ok", None: "TIMED OUT", NOT_INSTALLED: "not installed"}.get(code, "FAILED")
+    return Outcome(
+        name=stage.name,
+        status=status,
+        seconds=round(time.monotonic() - begun, 1),
+        last_line=lines[-1].strip() if lines else "",
+        log=log.name,
+    )
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a stage: the process and the children that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_all(parts: Sequence[Stage], out: Path, machine: dict[str, object], say: Callable[[str], None]) -> list[Outcome]:
+    """Run the stages in order and keep the summary up to date."""
+    outcomes: list[Outcome] = []
+    for number, stage in enumerate(parts, 1):
+        say(f"gpu-check {number}/{len(parts)}: {stage.name}")
+        slug = "".join(letter if letter.isalnum() else "-" for letter in stage.name.lower())
+        outcomes.append(run_stage(stage, out / f"{number:02}-{slug}.log"))
+        summary = {**machine, "stages": [asdict(outcome) for outcome in outcomes]}
+        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """One line a stage."""
+    width = 70
+    return markdown_table(
+        ("stage", "", "s", "last line", "log"),
+        [
+            (outcome.name, outcome.status, f"{outcome.seconds:.0f}", outcome.last_line[:width], outcome.log)
+            for outcome in outcomes
+        ],
+    )
+
+
+def find_gpu() -> str | None:
+    """Name, memory and driver of the first GPU, as nvidia-smi has them; None where there is none."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return shown.splitlines()[0] if shown else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all stages or some, print the table, and say by the status whether any failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of logs and summary")
+    parser.add_argument("--only", default="", help="stages whose names begin so, comma-separated")
+    options = parser.parse_args(arguments)
+    gpu = find_gpu()
+    if gpu is None:
+        print("gpu-check: needs an NVIDIA GPU, and nvidia-smi lists none on this machine", file=sys.stderr)
+        return 2
+    out = options.out.resolve()
+    wanted = [name for name in options.only.split(",") if name]
+    parts = [stage for stage in stages(out) if not wanted or any(stage.name.startswith(name) for name in wanted)]
+    if not parts:
+        names = ", ".join(stage.name for stage in stages(out))
+        print(f"gpu-check: --only={options.only}: must begin the name of a stage: {names}", file=sys.stderr)
+        return 2
+    out.mkdir(parents=True, exist_ok=True)
+    outcomes = run_all(parts, out, provenance() | {"gpu": gpu}, lambda text: print(text, file=sys.stderr, flush=True))
+    print(f"{gpu}; logs and summary.json in {options.out}\n")
+    print(table(outcomes))
+    return 1 if any(outcome.failed for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Makes an offline GPU machine ready, from what make_bundle.sh packed:
+#
+#   deploy/gpu/bootstrap.sh BUNDLE && . /tmp/site/env.sh && make gpu-check GPU_PYTHON=python3
+#
+# Unpacks every BUNDLE/site*.tar.xz, compiles this project's native core, and writes /tmp/site/env.sh. Without a bundle
+# the project alone is made ready: its kernels' tests and benchmarks need no vLLM. DEST is /tmp unless it is set.
+set -euo pipefail
+readonly ROOT=$(cd "$(dirname "$0")/../.." && pwd)
+readonly DEST=${DEST:-/tmp}
+readonly PYTHON=${PYTHON:-python3}
+readonly SITE=$DEST/site
+
+unpack() {
+  "$PYTHON" -c 'import sys, tarfile; tarfile.open(sys.argv[1], "r:xz").extractall(sys.argv[2], filter="fully_trusted")' "$@"
+}
+
+unpack_all() {
+  local archive folder pid pids=()
+  for archive in "$1"/site*.tar.xz; do
+    [[ -e $archive ]] || { echo "bootstrap: $1: holds no site*.tar.xz" >&2; exit 1; }
+    folder=$DEST/$(basename "$archive" | cut -d. -f1)
+    mkdir -p "$folder"
+    unpack "$archive" "$folder" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid"; done
+}
+
+# The project itself: vLLM finds it by its .dist-info in SITE, and the checkout runs with the same native core.
+install_project() {
+  "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation --no-index --upgrade --target "$SITE" "$ROOT"
+  cp "$SITE"/vllm_hybrid_sparse/_native*.so "$ROOT/vllm_hybrid_sparse/"
+}
+
+write_environment() {
+  cat >"$SITE/env.sh" <<X
+export PYTHONPATH=$SITE:$DEST/site_fi\${PYTHONPATH:+:\$PYTHONPATH}
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+# FlashInfer's sampler would be compiled at run time.
+export VLLM_USE_FLASHINFER_SAMPLER=0 FLASHINFER_DISABLE_VERSION_CHECK=1
+export VLLM_CACHE_ROOT=\${VLLM_CACHE_ROOT:-$DEST/vllm_cache}
+X
+}
+
+mkdir -p "$SITE"
+if [[ $# -gt 0 ]]; then unpack_all "$1"; fi
+echo "bootstrap: unpacked after $SECONDS s"
+install_project
+write_environment
+echo "bootstrap: ready after $SECONDS s; now: . $SITE/env.sh"

@@ -1,0 +1,111 @@
+"""The stages of gpu-check: each by itself, whatever becomes of the others."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import Outcome, Stage, run_all, run_stage, stages, table
+
+
+def python(name: str, script: str, timeout_s: int = 60) -> Stage:
+    """A stage that runs a line of Python."""
+    return Stage(name=name, command=(sys.executable, "-c", script), timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "last_line"),
+    [
+        ("print('first'); print('all well'); print()", "ok", "all well"),
+        ("import sys; print('half way', flush=True); sys.exit('it broke')", "FAILED", "it broke"),
+        ("import os; os.abort()", "FAILED", ""),
+        ("import sys; print('vllm is not installed'); sys.exit(77)", "not installed", "vllm is not installed"),
+    ],
+)
+def test_a_stage_ends_with_its_status_and_last_line(script: str, status: str, last_line: str, tmp_path: Path) -> None:
+    outcome = run_stage(python("a stage", script), tmp_path / "a.log")
+    assert (outcome.status, outcome.last_line, outcome.log) == (status, last_line, "a.log")
+
+
+def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    child = f"import pathlib, time\nwhile True: pathlib.Path({str(alive)!r}).touch(); time.sleep(0.05)"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    outcome = run_stage(python("hangs", script, timeout_s=3), tmp_path / "a.log")
+    assert outcome.status == "TIMED OUT"
+    alive.unlink(missing_ok=True)
+    time.sleep(0.5)
+    assert not alive.exists()
+
+
+def test_a_failure_stops_no_other_stage_and_the_summary_has_them_all(tmp_path: Path) -> None:
+    parts = [
+        python("smoke: one", "import sys; sys.exit(3)"),
+        Stage(name="serving", command=(), missing="a worker"),
+        python("tests", "print('2 passed')"),
+    ]
+    said: list[str] = []
+    outcomes = run_all(parts, tmp_path, {"gpu": "a GPU"}, said.append)
+    assert [outcome.status for outcome in outcomes] == ["FAILED", "not built", "ok"]
+    assert [outcome.failed for outcome in outcomes] == [True, False, False]
+    assert said == ["gpu-check 1/3: smoke: one", "gpu-check 2/3: serving", "gpu-check 3/3: tests"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["gpu"] == "a GPU"
+    assert [stage["status"] for stage in summary["stages"]] == ["FAILED", "not built", "ok"]
+    assert [stage["log"] for stage in summary["stages"]] == ["01-smoke--one.log", "", "03-tests.log"]
+    assert (tmp_path / "03-tests.log").read_text() == "2 passed\n"
+
+
+def test_the_summary_is_there_while_a_later_stage_still_runs(tmp_path: Path) -> None:
+    """A run that is cut off leaves what it has."""
+    look = f"import json; print(len(json.load(open({str(tmp_path / 'summary.json')!r}))['stages']))"
+    outcomes = run_all([python("first", ""), python("second", look)], tmp_path, {}, lambda _text: None)
+    assert outcomes[1].last_line == "1"
+
+
+def test_the_table_has_a_line_for_each_stage() -> None:
+    outcome = Outcome(name="tests", status="FAILED", seconds=12.4, last_line="x" * 200, log="01-tests.log")
+    lines = table([outcome]).splitlines()
+    assert len(lines) == 3
+    assert "FAILED" in lines[2]
+    assert "x" * 70 in lines[2]
+    assert "x" * 71 not in lines[2]
+
+
+def test_serving_is_said_to_be_missing_and_not_pretended(tmp_path: Path) -> None:
+    serving = [stage for stage in stages(tmp_path) if stage.name.startswith("serving")]
+    assert serving
+    assert all(not stage.command and stage.missing for stage in serving)
+
+
+def test_every_program_that_a_stage_runs_exists(tmp_path: Path) -> None:
+    for stage in stages(tmp_path):
+        for word in stage.command:
+            if word.endswith(".py"):
+                assert Path(word).is_file()
+
+
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "find_gpu", lambda: None)
+    assert gpu_check.main(["--out", str(tmp_path / "out")]) == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_main_runs_the_stages_asked_for_and_fails_where_one_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [python("good", "print('fine')"), python("bad", "raise SystemExit(1)"), python("other", "print()")]
+    monkeypatch.setattr(gpu_check, "find_gpu", lambda: "NVIDIA H200, 143771 MiB, 580")
+    monkeypatch.setattr(gpu_check, "stages", lambda _out: parts)
+    assert gpu_check.main(["--out", str(tmp_path), "--only", "good"]) == 0
+    assert gpu_check.main(["--out", str(tmp_path), "--only", "good,bad"]) == 1
+    shown = capsys.readouterr().out
+    assert "NVIDIA H200" in shown
+    assert shown.rstrip().splitlines()[-1].startswith("| bad")
+    assert gpu_check.main(["--out", str(tmp_path), "--only", "none"]) == 2

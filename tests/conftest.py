@@ -1,0 +1,20 @@
+"""Triton decides when a kernel is defined whether it will be interpreted or compiled: here it is told to interpret.
+
+So the device's kernels are tested where there is no device. It must be said before torch is imported, which imports
+Triton, and it is taken back when the tests have been collected, and with them all kernels defined: servers that a test
+starts are not to inherit it. On a GPU: `TRITON_INTERPRET=0 python -m pytest -m gpu`, as `make gpu-check` does.
+"""
+
+import os
+
+import pytest
+
+_VARIABLE = "TRITON_INTERPRET"
+_given = _VARIABLE in os.environ
+os.environ.setdefault(_VARIABLE, "1")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    if not _given:
+        os.environ.pop(_VARIABLE, None)

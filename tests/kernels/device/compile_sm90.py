@@ -1,0 +1,140 @@
+"""Compile every device kernel for sm_90 as its wrapper launches it, on a machine that needs no GPU.
+
+    python -m tests.kernels.device.compile_sm90
+
+The wrappers are called with tensors of the CPU; where Triton would launch, it stops after it has compiled. Prints a
+JSON list: kernel, case, and what one program takes of a multiprocessor. TRITON_INTERPRET must not be set.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from vllm_hybrid_sparse.kernels.copy.gpu import load_pages, store_pages, store_tokens
+from vllm_hybrid_sparse.kernels.merge.gpu import merge_states
+from vllm_hybrid_sparse.kernels.score.gpu import group_scores, score_pages
+from vllm_hybrid_sparse.kernels.sparse_attention.gpu import attend_slots
+from vllm_hybrid_sparse.kernels.summarize.gpu import summarize_slots
+from vllm_hybrid_sparse.kernels.verify.gpu import verify
+from vllm_hybrid_sparse.kernels.verify.progress import Progress
+
+TARGET = GPUTarget("cuda", 90, 32)
+CASES = ((torch.bfloat16, 128, 4), (torch.bfloat16, 80, 3), (torch.float16, 64, 1), (torch.float32, 256, 8))
+"""KV dtype, head_dim, query heads of a KV head."""
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class NoDevice:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        """Never used: nothing is launched."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """What to compile for."""
+        return TARGET
+
+
+def launch_everything(dtype: torch.dtype, head_dim: int, group: int) -> None:
+    """Call every wrapper once in each of its forms."""
+    rows, kv_heads, pages = 2, 2, 8
+    q_heads = kv_heads * group
+    pools = torch.zeros(2, 64, 16, head_dim, dtype=dtype)
+    query = torch.zeros(rows, q_heads, head_dim, dtype=dtype)
+    table = torch.zeros(rows, kv_heads, pages, dtype=torch.int32)
+    out, lse = torch.zeros(rows, q_heads, head_dim), torch.zeros(rows, q_heads)
+    page_lse = torch.zeros(rows, q_heads, pages)
+    done = torch.zeros(rows, kv_heads, dtype=torch.uint8)
+    attend_slots(query, pools[0], pools[1], table, table, done, out, lse, page_lse, scale=0.1)
+
+    host = torch.zeros(4096 * 4, dtype=dtype)
+    offsets, slots = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
+    load_pages(host, offsets, slots, pools[0], pools[1])
+    store_pages(host, offsets, slots, pools[0], pools[1])
+    key = torch.zeros(rows, kv_heads, head_dim, dtype=dtype)
+    store_tokens(host, torch.zeros(rows, kv_heads, dtype=torch.int64), slots[:rows], key, key)
+
+    for summary, vectors in (("minmax", 2), ("cuboid_mean", 1)):
+        summaries = torch.zeros(64, vectors, head_dim, dtype=dtype)
+        summarize_slots(pools[0], slots, slots, summaries, summary=summary)
+        score_pages(query, summaries, table, scale=0.1, summary=summary)
+    group_scores(page_lse, kv_heads)
+    group_scores(page_lse, kv_heads, lse)
+
+    counts = torch.full((rows, kv_heads), 8, dtype=torch.int32)
+    progress = Progress.begin(counts, counts, q_heads)
+    verify(lse, page_lse, progress, threshold=0.9)
+    verify(lse, page_lse, progress, threshold=0.9, log_left=lse)
+    verify(lse, page_lse[:, :, :0].contiguous(), progress, threshold=0.9)
+    merge_states(out, lse, out, lse)
+    merge_states(query, lse, query, lse)
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack and local memory, which are where registers did not suffice."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", shown))
+    return {"registers": int(found["REG"]), "stack_bytes": int(found["STACK"]), "local_bytes": int(found["LOCAL"])}
+
+
+def compile_everything() -> list[dict[str, object]]:
+    """Compile all kernels in all cases; one row for each binary."""
+    rows: list[dict[str, object]] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        del warmup
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        rows.append(
+            {
+                "kernel": self.fn.__name__,
+                "case": case,
+                "arch": kernel.metadata.target.arch,
+                "warps": kernel.metadata.num_warps,
+                "shared_bytes": kernel.metadata.shared,
+                **resources(kernel.asm["cubin"]),
+            }
+        )
+        return kernel
+
+    driver.set_active(NoDevice())
+    JITFunction.run = compile_only
+    try:
+        for dtype, head_dim, group in CASES:
+            case = f"{str(dtype).removeprefix('torch.')}, head_dim {head_dim}, group {group}"
+            launch_everything(dtype, head_dim, group)
+    finally:
+        JITFunction.run = run
+    return rows
+
+
+def main() -> int:
+    """Compile and print; the table goes to standard error."""
+    rows = compile_everything()
+    for row in rows:
+        print(*row.values(), sep="\t", file=sys.stderr)
+    print(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

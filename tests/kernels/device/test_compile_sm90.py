@@ -1,0 +1,65 @@
+"""The device's kernels compile for the GPU that they are written for, on a machine without one."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+KERNELS = {
+    "_attend_kernel",
+    "_group_kernel",
+    "_merge_kernel",
+    "_move_pages_kernel",
+    "_score_kernel",
+    "_store_tokens_kernel",
+    "_summarize_kernel",
+    "_verify_kernel",
+}
+SHARED_BYTES_OF_SM90 = 227 * 1024  # that one program may have
+
+
+def compiler_of_triton() -> Path:
+    spec = find_spec("triton")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+
+
+def kernels_of_the_package() -> set[str]:
+    """Every kernel that a file of the package defines."""
+    package = Path(__file__).parents[3] / "vllm_hybrid_sparse"
+    names = set()
+    for path in package.glob("kernels/*/gpu.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        names |= {
+            lines[i + 1].split("(")[0].removeprefix("def ") for i, line in enumerate(lines) if line == "@triton.jit"
+        }
+    return names
+
+
+def test_the_list_of_kernels_is_whole() -> None:
+    assert kernels_of_the_package() == KERNELS
+
+
+def test_every_kernel_compiles_for_sm_90_and_keeps_to_its_registers(tmp_path: Path) -> None:
+    if not compiler_of_triton().exists():
+        pytest.skip("this build of Triton brings no ptxas")
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.device.compile_sm90"],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = json.loads(run.stdout)
+    assert {row["kernel"] for row in rows} == KERNELS
+    for row in rows:
+        assert row["arch"] == 90
+        assert row["shared_bytes"] <= SHARED_BYTES_OF_SM90, row
+        assert row["local_bytes"] == row["stack_bytes"] == 0, row

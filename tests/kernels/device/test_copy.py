@@ -1,0 +1,145 @@
+"""Pages and tokens between the host store and slots, against the host store's own layout."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.copy.gpu import load_pages, store_pages, store_tokens
+from vllm_hybrid_sparse.kernels.copy.reference import pack_token, unpack_page
+from vllm_hybrid_sparse.memory.layout import BlockLayout
+
+BLOCK_TOKENS = 48
+KV_HEADS = 2
+
+
+def host_block(layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A block of the host store, its K and V [tokens, kv_heads, head_dim], where its pages lie [kv_heads, pages]."""
+    key, value = torch.randn(2, BLOCK_TOKENS, KV_HEADS, layout.head_dim).to(layout.torch_dtype)
+    page_elements = layout.page_bytes // layout.element_bytes
+    offsets = torch.arange(KV_HEADS * layout.pages_per_block).view(KV_HEADS, -1) * page_elements
+    return layout.pack_reference(key, value), key, value, offsets
+
+
+def on(device: torch.device, host: Tensor) -> Tensor:
+    """Host memory as kernels of the device can read it."""
+    return host.pin_memory() if device.type == "cuda" else host.clone()
+
+
+def layout_of(dtype: str, head_dim: int) -> BlockLayout:
+    return BlockLayout(dtype=dtype, head_dim=head_dim, block_tokens=BLOCK_TOKENS, summary="minmax")
+
+
+shapes = pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("bf16", 16), ("bf16", 80), ("bf16", 256), ("f16", 64), ("f32", 48)]
+)
+
+
+@shapes
+def test_references_agree_with_the_layout_of_the_host_store(dtype: str, head_dim: int) -> None:
+    block, key, value, offsets = host_block(layout_of(dtype, head_dim))
+    page_elements = int(offsets[0, 1])
+    packed = torch.full((page_elements,), torch.nan, dtype=key.dtype)
+    for token in range(16):
+        pack_token(packed, token, key[16 + token, 1], value[16 + token, 1])
+    page = block[offsets[1, 1] : offsets[1, 1] + page_elements]
+    assert torch.equal(packed, page)
+    for part, wanted in zip(unpack_page(page, head_dim), (key, value), strict=True):
+        assert torch.equal(part, wanted[16:32, 1])
+
+
+@shapes
+def test_loaded_pages_are_rows_and_other_slots_are_left(dtype: str, head_dim: int, device: torch.device) -> None:
+    block, key, value, offsets = host_block(layout_of(dtype, head_dim))
+    pools = torch.full((2, 9, 16, head_dim), torch.nan, dtype=key.dtype, device=device)
+    # Page 1 of head 0 and slot 7 are skipped; the others go to slots in no order.
+    wanted = offsets.clone().flatten()
+    wanted[1] = -1
+    slots = torch.tensor([4, 7, 0, 8, -1, 2], dtype=torch.int32)
+    load_pages(on(device, block), wanted.to(device), slots.to(device), pools[0], pools[1])
+    for pool, rows in zip(pools.cpu(), (key, value), strict=True):
+        for index, slot in enumerate(slots.tolist()):
+            page = rows.view(3, 16, KV_HEADS, head_dim)[index % 3, :, index // 3]
+            if slot >= 0 and wanted[index] >= 0:
+                assert torch.equal(pool[slot], page)
+        assert pool[[1, 3, 5, 6, 7]].isnan().all()
+
+
+@shapes
+def test_stored_pages_are_the_block_again(dtype: str, head_dim: int, device: torch.device) -> None:
+    layout = layout_of(dtype, head_dim)
+    block, key, value, offsets = host_block(layout)
+    pages = KV_HEADS * 3
+    k_pool, v_pool = (
+        part.view(3, 16, KV_HEADS, head_dim).permute(2, 0, 1, 3).reshape(pages, 16, head_dim).to(device)
+        for part in (key, value)
+    )
+    host = on(device, torch.full_like(block, torch.nan))
+    slots = torch.arange(pages, dtype=torch.int32, device=device)
+    store_pages(host, offsets.flatten().to(device), slots, k_pool, v_pool)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    end_of_pages = pages * layout.page_bytes // layout.element_bytes
+    assert torch.equal(host[:end_of_pages], block[:end_of_pages])
+    assert host[end_of_pages:].isnan().all()
+
+
+@shapes
+def test_new_tokens_are_written_where_the_layout_has_them(dtype: str, head_dim: int, device: torch.device) -> None:
+    block, _, _, offsets = host_block(layout_of(dtype, head_dim))
+    places = [0, 1, 15, 16, 17, 47]
+    wide = torch.randn(len(places), 2 * KV_HEADS, head_dim).to(block.dtype)
+    new_key, new_value = wide[:, :KV_HEADS], wide[:, KV_HEADS:]  # as a fused projection gives them
+    page_offsets = torch.stack([offsets[:, place // 16] for place in places])
+    page_offsets[3, 1] = -1
+    host = on(device, block)
+    moved = wide.to(device)
+    store_tokens(
+        host,
+        page_offsets.to(device),
+        torch.tensor([place % 16 for place in places], dtype=torch.int32, device=device),
+        moved[:, :KV_HEADS],
+        moved[:, KV_HEADS:],
+    )
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    expected = block.clone()
+    for index, place in enumerate(places):
+        for head in range(KV_HEADS):
+            start = int(page_offsets[index, head])
+            if start >= 0:
+                page = expected[start : start + int(offsets[0, 1])]
+                pack_token(page, place % 16, new_key[index, head], new_value[index, head])
+    assert torch.equal(host, expected)
+
+
+def test_no_pages_and_no_tokens_are_no_work(device: torch.device) -> None:
+    host = on(device, torch.zeros(512))
+    pools = torch.zeros(2, 1, 16, 16, device=device)
+    offsets = torch.empty(0, dtype=torch.int64, device=device)
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    load_pages(host, offsets, none, pools[0], pools[1])
+    keys = torch.empty(0, 2, 16, device=device)
+    store_tokens(host, offsets.view(0, 2), none, keys, keys)
+    assert not host.any()
+
+
+def test_bad_arguments_are_refused_by_name() -> None:
+    host, pools = torch.zeros(512), torch.zeros(2, 1, 16, 16)
+    offsets, slots = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(KernelError, match=r"page_offsets=.*must be .* int64"):
+        load_pages(host, offsets.int(), slots, pools[0], pools[1])
+    with pytest.raises(KernelError, match=r"host=.*must be .* float32"):
+        load_pages(host.half(), offsets, slots, pools[0], pools[1])
+    with pytest.raises(KernelError, match=r"slots=\[2\]"):
+        load_pages(host, offsets, slots.expand(2).contiguous(), pools[0], pools[1])
+    with pytest.raises(KernelError, match=r"head_dim=8"):
+        store_tokens(host, offsets.view(1, 1), slots, torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))
+
+
+@pytest.mark.gpu
+def test_pageable_host_memory_is_refused() -> None:
+    pools = torch.zeros(2, 1, 16, 16, device="cuda")
+    offsets = torch.zeros(1, dtype=torch.int64, device="cuda")
+    with pytest.raises(KernelError, match="must be pinned"):
+        load_pages(torch.zeros(512), offsets, offsets.int(), pools[0], pools[1])

@@ -1,0 +1,76 @@
+"""What the wrappers of the device kernels check before a kernel that trusts them is launched."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_DEVICE_HEAD_DIM = 256
+"""Largest head dimension of the device kernels; a tile of keys and one of values must fit a multiprocessor."""
+
+_HEAD_DIM_STEP = 16
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    shape: Sequence[int | None],
+    device: torch.device,
+    strided_dims: int = 0,
+) -> None:
+    """Raise KernelError for a tensor that a kernel would misread.
+
+    shape          sizes, None where any will do
+    strided_dims   leading dimensions that may have any stride; the others must lie close together
+    """
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+    fits = tensor.dim() == len(shape) and all(
+        wanted in (None, size) for size, wanted in zip(tensor.shape, shape, strict=True)
+    )
+    if tensor.dtype not in allowed or tensor.device != device or not fits or not _is_dense(tensor, strided_dims):
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        names = " | ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        strides = "its last dimensions contiguous" if strided_dims else "contiguous"
+        raise KernelError(
+            f"{name}={list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}, strides "
+            f"{list(tensor.stride())}: must be [{sizes}] {names} on {device}, {strides}"
+        )
+
+
+def _is_dense(tensor: Tensor, strided_dims: int) -> bool:
+    if tensor.numel() == 0:
+        return True
+    stride = 1
+    for dim in range(tensor.dim() - 1, strided_dims - 1, -1):
+        if tensor.shape[dim] != 1 and tensor.stride(dim) != stride:
+            return False
+        stride *= tensor.shape[dim]
+    return True
+
+
+def check_pools(k_pool: Tensor, v_pool: Tensor) -> int:
+    """Check the pool's two tensors, [slots, 16, head_dim] of one KV dtype, and return head_dim."""
+    check_tensor("k_pool", k_pool, KV_DTYPES, (None, PAGE_TOKENS, None), k_pool.device)
+    check_tensor("v_pool", v_pool, k_pool.dtype, k_pool.shape, k_pool.device)
+    return check_head_dim(k_pool.shape[2])
+
+
+def check_head_dim(head_dim: int) -> int:
+    """Return a head dimension that the device kernels take."""
+    if head_dim % _HEAD_DIM_STEP or not _HEAD_DIM_STEP <= head_dim <= MAX_DEVICE_HEAD_DIM:
+        raise KernelError(
+            f"head_dim={head_dim}: must be a multiple of {_HEAD_DIM_STEP}, {_HEAD_DIM_STEP} to {MAX_DEVICE_HEAD_DIM}"
+        )
+    return head_dim
+
+
+def group_size(q_heads: int, kv_heads: int) -> int:
+    """Query heads that share a KV head."""
+    if kv_heads < 1 or q_heads % kv_heads or q_heads < kv_heads:
+        raise KernelError(f"q_heads={q_heads}: must be a multiple of kv_heads={kv_heads}")
+    return q_heads // kv_heads

@@ -1,0 +1,1 @@
+"""Move pages between the host store and slots of the device pool."""

@@ -1,0 +1,164 @@
+"""Pages between pinned host memory and slots, read and written in place by kernels (UVA), repacked on the way."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.arguments import KV_DTYPES, check_head_dim, check_pools, check_tensor
+from vllm_hybrid_sparse.kernels.copy.reference import packed_together
+from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+_PAGE_TOKENS = tl.constexpr(PAGE_TOKENS)
+
+
+def load_pages(host: Tensor, page_offsets: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+    """Copy whole pages from the host store to slots (PSA, Algorithm 1, line 9), without copy engine or staging area.
+
+    What bounds it: the link to the host. Host memory is read in its own order, 16 bytes a thread, so that every read
+    is a whole line; the elements are put into rows on the way into device memory, which is many times faster.
+
+    host             [elements]                 of the KV dtype; pinned where the pool is on a GPU
+    page_offsets     [pages]                    int64, elements from `host` to the page, trusted; negative: skip
+    slots            [pages]                    int32, each at most once, trusted to lie in the pool; negative: skip
+    k_pool, v_pool   [slots, 16, head_dim]      bf16 | f16 | f32, out
+    """
+    _move_pages(host, page_offsets, slots, k_pool, v_pool, to_host=False)
+
+
+def store_pages(host: Tensor, page_offsets: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+    """Copy whole pages from slots to the host store: `load_pages` the other way, with the same arguments.
+
+    It is for prompts, which fill pages on the device; a host page that is written by a page lies in whole lines.
+    """
+    _move_pages(host, page_offsets, slots, k_pool, v_pool, to_host=True)
+
+
+def _move_pages(
+    host: Tensor, page_offsets: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor, *, to_host: bool
+) -> None:
+    head_dim = check_pools(k_pool, v_pool)
+    device = k_pool.device
+    _check_host(host, k_pool.dtype, device)
+    check_tensor("page_offsets", page_offsets, torch.int64, (None,), device)
+    pages = page_offsets.shape[0]
+    check_tensor("slots", slots, torch.int32, (pages,), device)
+    if pages == 0:
+        return
+    _move_pages_kernel[(pages, 2)](
+        host,
+        page_offsets,
+        slots,
+        k_pool,
+        v_pool,
+        head_dim=head_dim,
+        pack=packed_together(k_pool.dtype),
+        block=triton.next_power_of_2(PAGE_TOKENS * head_dim),
+        to_host=to_host,
+    )
+
+
+def store_tokens(host: Tensor, page_offsets: Tensor, page_tokens: Tensor, key: Tensor, value: Tensor) -> None:
+    """Write new tokens' K and V through to their pages of the host store.
+
+    What bounds it: the link to the host, by the number of its writes rather than by bytes. A token's key lies apart
+    there, `packed_together` elements at a time. One token of a step is little; a prompt's pages go by `store_pages`.
+
+    host           [elements]                      of the KV dtype, out; pinned where the keys are on a GPU
+    page_offsets   [tokens, kv_heads]              int64, elements from `host` to the page, trusted; negative: skip
+    page_tokens    [tokens]                        int32, place of the token in its page, 0 to 15, trusted
+    key, value     [tokens, kv_heads, head_dim]    bf16 | f16 | f32, tokens may be strided
+    """
+    device = key.device
+    check_tensor("key", key, KV_DTYPES, (None, None, None), device, strided_dims=1)
+    check_tensor("value", value, key.dtype, key.shape, device, strided_dims=1)
+    tokens, kv_heads, head_dim = key.shape
+    check_head_dim(head_dim)
+    _check_host(host, key.dtype, device)
+    check_tensor("page_offsets", page_offsets, torch.int64, (tokens, kv_heads), device)
+    check_tensor("page_tokens", page_tokens, torch.int32, (tokens,), device)
+    if tokens == 0 or kv_heads == 0:
+        return
+    _store_tokens_kernel[(tokens, kv_heads)](
+        host,
+        page_offsets,
+        page_tokens,
+        key,
+        value,
+        key.stride(0),
+        value.stride(0),
+        head_dim=head_dim,
+        pack=packed_together(key.dtype),
+        block_dim=triton.next_power_of_2(head_dim),
+    )
+
+
+def _check_host(host: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    check_tensor("host", host, dtype, (None,), torch.device("cpu"))
+    if device.type == "cuda" and not host.is_pinned():
+        raise KernelError(f"host={host.numel()} elements in pageable memory: must be pinned")
+
+
+@triton.jit
+def _move_pages_kernel(
+    host,
+    page_offsets,
+    slots,
+    k_pool,
+    v_pool,
+    head_dim: tl.constexpr,
+    pack: tl.constexpr,
+    block: tl.constexpr,
+    to_host: tl.constexpr,
+):
+    page = tl.program_id(0)
+    offset = tl.load(page_offsets + page)
+    slot = tl.load(slots + page).to(tl.int64)
+    if (offset < 0) | (slot < 0):
+        return
+    part_elements: tl.constexpr = _PAGE_TOKENS * head_dim
+    element = tl.arange(0, block)
+    is_element = element < part_elements
+    if tl.program_id(1) == 0:
+        hosted = host + offset + element
+        token = element // pack % _PAGE_TOKENS
+        dim = element // (_PAGE_TOKENS * pack) * pack + element % pack
+        pooled = k_pool + slot * part_elements + token * head_dim + dim
+    else:
+        hosted = host + offset + part_elements + element
+        token = element // (head_dim * pack) * pack + element % pack
+        dim = element // pack % head_dim
+        pooled = v_pool + slot * part_elements + token * head_dim + dim
+    if to_host:
+        tl.store(hosted, tl.load(pooled, mask=is_element), mask=is_element)
+    else:
+        tl.store(pooled, tl.load(hosted, mask=is_element), mask=is_element)
+
+
+@triton.jit
+def _store_tokens_kernel(
+    host,
+    page_offsets,
+    page_tokens,
+    key,
+    value,
+    key_token_stride,
+    value_token_stride,
+    head_dim: tl.constexpr,
+    pack: tl.constexpr,
+    block_dim: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    offset = tl.load(page_offsets + row * tl.num_programs(1) + kv_head)
+    if offset < 0:
+        return
+    token = tl.load(page_tokens + row)
+    dim = tl.arange(0, block_dim)
+    is_dim = dim < head_dim
+    k = tl.load(key + row * key_token_stride + kv_head * head_dim + dim, mask=is_dim)
+    v = tl.load(value + row * value_token_stride + kv_head * head_dim + dim, mask=is_dim)
+    tl.store(host + offset + (dim // pack * _PAGE_TOKENS + token) * pack + dim % pack, k, mask=is_dim)
+    value_part = host + offset + _PAGE_TOKENS * head_dim
+    tl.store(value_part + (token // pack * head_dim + dim) * pack + token % pack, v, mask=is_dim)

@@ -1,0 +1,39 @@
+"""Which of the merging kernels a device gets."""
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.merge import reference
+
+logger = logging.getLogger(__name__)
+
+Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@cache
+def choose_merge(device_type: str, dtype: torch.dtype) -> tuple[str, Merge]:
+    """The name and the function that merges states: flashinfer, triton or torch. What is missing is logged once.
+
+    device_type   cuda, or any other: then torch
+    dtype         of the outputs; FlashInfer merges bf16 and f16, float32 states are Triton's
+    """
+    if device_type != "cuda":
+        return "torch", reference.merge_states
+    half = dtype in (torch.bfloat16, torch.float16)
+    if half and find_spec("flashinfer") is not None:
+        from vllm_hybrid_sparse.kernels.merge import flashinfer  # noqa: PLC0415  only where it is installed
+
+        return "flashinfer", flashinfer.merge_states
+    if find_spec("triton") is None:
+        logger.warning("Neither FlashInfer nor Triton is installed: attention states are merged by torch")
+        return "torch", reference.merge_states
+    from vllm_hybrid_sparse.kernels.merge import gpu  # noqa: PLC0415  only where Triton is installed
+
+    if half:
+        logger.warning("FlashInfer is not installed: attention states are merged by Triton")
+    return "triton", gpu.merge_states

@@ -1,0 +1,1 @@
+"""Judge after a microbatch whether enough has been read."""
