@@ -23,7 +23,7 @@ SUMMARY_BYTES = summary_bytes("key_codes", HEAD_DIM, ELEMENT_BYTES, 2)
 SINK_PAGES, WINDOW_TOKENS, TOPK_PAGES = 4, 256, 3
 ANSWER_TOKENS = 9
 KV_CACHE_BYTES = 64 << 20
-PROMPTS = [prompt for prompt in byte_prompts(seed=3) if 100 <= len(prompt)]
+PROMPTS = [prompt for prompt in byte_prompts(seed=3) if len(prompt) >= 100]
 SELECTED = [
     *stock_args("float32", 2048, KV_CACHE_BYTES),
     *our_args(policy="topk", topk_pages=TOPK_PAGES, log_interval_s=0.001),
