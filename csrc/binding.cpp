@@ -126,6 +126,7 @@ NB_MODULE(_native, m) {
       .def_ro("pages_wasted", &Stats::pages_wasted)
       .def_ro("summaries_scored", &Stats::summaries_scored)
       .def_ro("microbatches", &Stats::microbatches)
+      .def_ro("judged", &Stats::judged)
       .def_ro("kept_mass", &Stats::kept_mass)
       .def_ro("stopped_early", &Stats::stopped_early);
 

@@ -264,6 +264,7 @@ void Engine::count_stats() {
     stats_.pages_wasted += item.wasted;
     stats_.summaries_scored += item.ranked ? candidates : 0;
     if (item.progressive) {
+      ++stats_.judged;
       stats_.kept_mass += item.kept;
       stats_.stopped_early += selected < candidates;
       stats_.microbatches += item.microbatches;

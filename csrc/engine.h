@@ -80,7 +80,8 @@ struct Stats {
   int64_t pages_wasted = 0;       // read ahead of a stop and dropped
   int64_t summaries_scored = 0;
   int64_t microbatches = 0;
-  double kept_mass = 0.0;         // sum over items of the estimate at the stop, lowest head of the group
+  int64_t judged = 0;             // items of progressive selection: those with an estimate of the kept mass
+  double kept_mass = 0.0;         // sum over them of the estimate at the stop, lowest head of the group
   int64_t stopped_early = 0;      // items
 };
 

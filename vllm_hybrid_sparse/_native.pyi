@@ -110,6 +110,9 @@ class Stats:
     def microbatches(self) -> int: ...
 
     @property
+    def judged(self) -> int: ...
+
+    @property
     def kept_mass(self) -> float: ...
 
     @property

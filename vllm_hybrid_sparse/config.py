@@ -199,7 +199,7 @@ class HybridSparseConfig:
     log_interval_s: float = _setting(
         _Setting(
             kind=float,
-            default=10.0,
+            default=60.0,
             values="0 or more, finite",
             allows=lambda value: value >= 0 and math.isfinite(value),
             meaning="time between two log lines on how much of the cache was read; 0 writes none",

@@ -1,51 +1,104 @@
 """How much of the cache decoding read: plain sums, and the line that says them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
+
+_GIB = 2.0**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStats:
-    """Sums over decode rows, KV heads and layers. A full read is every page of the context, K and V."""
+    """Sums over decode rows, KV heads and layers. A full read is every page of the context, K and V.
 
+    A *row* is one query token of one request in one step; a *selection* is one row, KV head and layer. The last
+    token of a prompt counts too where a step computes it alone.
+    """
+
+    rows: int = 0
+    selections: int = 0
     pages_total: int = 0  # a full read
     pages_read: int = 0  # retained set and selected, K and V
     pages_wasted: int = 0  # read ahead of a stop and dropped
     total_bytes: int = 0  # a full read
     read_bytes: int = 0  # pages read or wasted, and summaries scored
-    early_stops: int = 0  # (request, KV head, layer) that reached the threshold before the last candidate
-    packed_bytes: int = 0  # held by HGCA's packed copies when the sums were taken
+    summary_bytes: int = 0  # of read_bytes, what were summaries
+    early_stops: int = 0  # selections that reached the threshold before the last candidate
+    judged: int = 0  # selections that a threshold ended, so that there is an estimate of the weight they kept
+    kept_mass: float = 0.0  # sum over them of the share of the weight kept, by estimate; the group's lowest head
+    microbatches: int = 0  # looks at the threshold
 
     def __add__(self, other: Self) -> "DecodeStats":
         return DecodeStats(
-            pages_total=self.pages_total + other.pages_total,
-            pages_read=self.pages_read + other.pages_read,
-            pages_wasted=self.pages_wasted + other.pages_wasted,
-            total_bytes=self.total_bytes + other.total_bytes,
-            read_bytes=self.read_bytes + other.read_bytes,
-            early_stops=self.early_stops + other.early_stops,
-            packed_bytes=self.packed_bytes + other.packed_bytes,
+            **{entry.name: getattr(self, entry.name) + getattr(other, entry.name) for entry in fields(self)}
         )
 
     @classmethod
     def from_native(cls, stats: Any, layout: Any) -> "DecodeStats":
-        """From the native core's sums and the layout of its pages."""
+        """From the native core's sums and the layout of its pages; `rows` is not among them."""
         pages = stats.pages_read + stats.pages_wasted
+        summary_bytes = stats.summaries_scored * layout.summary_bytes
         return cls(
+            selections=stats.items,
             pages_total=stats.pages_total,
             pages_read=stats.pages_read,
             pages_wasted=stats.pages_wasted,
             total_bytes=stats.pages_total * layout.page_bytes,
-            read_bytes=pages * layout.page_bytes + stats.summaries_scored * layout.summary_bytes,
+            read_bytes=pages * layout.page_bytes + summary_bytes,
+            summary_bytes=summary_bytes,
             early_stops=stats.stopped_early,
+            judged=stats.judged,
+            kept_mass=stats.kept_mass,
+            microbatches=stats.microbatches,
         )
 
-    def describe(self) -> str:
-        """One line for a log; the share counts summaries as read and a full read without them."""
-        share = 100.0 * self.read_bytes / self.total_bytes if self.total_bytes else 0.0
-        packed = f"; {self.packed_bytes} bytes of packed copies" if self.packed_bytes else ""
-        return (
-            f"hybrid_sparse: decode read {share:.1f} % of the KV bytes (pages {self.pages_read} of {self.pages_total}, "
-            f"{self.pages_wasted} read ahead and dropped, {self.read_bytes} of {self.total_bytes} bytes with summaries)"
-            f"{packed}"
-        )
+    @property
+    def share_read(self) -> float:
+        """Bytes read over those of a full read, summaries counted as read; 0 where nothing was decoded."""
+        return self.read_bytes / self.total_bytes if self.total_bytes else 0.0
+
+    def describe(self, seconds: float = 0.0, packed_bytes: int = 0) -> str:
+        """One line for a log.
+
+        seconds        in which it was decoded; 0 leaves the rate out
+        packed_bytes   held by HGCA's packed copies now
+        """
+        tokens = f"{self.rows} tokens" + (f" ({self.rows / seconds:.1f} a second)" if seconds > 0 else "")
+        parts = [
+            f"decoded {tokens}, reading {self.share_read:.1%} of their KV cache "
+            f"({self.read_bytes / _GIB:.2f} of {self.total_bytes / _GIB:.2f} GiB)"
+        ]
+        if self.judged:
+            parts.append(f"kept {self.kept_mass / self.judged:.1%} of the attention weight by estimate")
+        if self.pages_wasted:
+            wasted = self.pages_wasted / (self.pages_read + self.pages_wasted)
+            parts.append(f"{wasted:.1%} of the pages read were dropped")
+        if packed_bytes:
+            parts.append(f"packed copies hold {packed_bytes / _GIB:.2f} GiB")
+        return f"hybrid_sparse: {'; '.join(parts)}"
+
+
+class Interval:
+    """What was decoded since a line was last written, and when the next one is due."""
+
+    def __init__(self, length_s: float) -> None:
+        self._length_s = length_s
+        self._stats = DecodeStats()
+        self._begun_s = self._latest_s = 0.0
+
+    def add(self, stats: DecodeStats, now_s: float) -> None:
+        """Count one step that ended now; one without decode rows is no part of it."""
+        if not stats.rows:
+            return
+        if not self._stats.rows:
+            self._begun_s = now_s
+        self._latest_s = now_s
+        self._stats = self._stats + stats
+
+    def due(self, now_s: float) -> bool:
+        """Whether a line should be written: its length has passed since the first step counted."""
+        return bool(self._stats.rows) and now_s - self._begun_s >= self._length_s
+
+    def take(self, packed_bytes: int) -> str:
+        """The line, and begin anew; empty where nothing was decoded. Its rate is that between first and last step."""
+        stats, self._stats = self._stats, DecodeStats()
+        return stats.describe(self._latest_s - self._begun_s, packed_bytes) if stats.rows else ""

@@ -7,7 +7,6 @@ Servers run one after another. Exits with 1 where the default settings miss a ne
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from benchmarks.serving.backends import (
     thread_env,
 )
 from benchmarks.serving.streams import stream_all
+from vllm_hybrid_sparse.cli.kv_read import share_of_kv_read
 from vllm_hybrid_sparse.cli.server import Server
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 
@@ -45,7 +45,6 @@ POLICIES: dict[str, dict[str, object] | None] = {
     "topk-minmax": {"policy": "topk", "topk_ratio": 0.05, "summary": "minmax"},
     "topk-cuboid": {"policy": "topk", "topk_ratio": 0.05, "summary": "cuboid_mean"},
 }
-_READ = re.compile(r"hybrid_sparse: decode read .* (\d+) of (\d+) bytes")
 
 
 def ask(server: Server, tokenizer: Tokenizer, prompts: Sequence[NeedlePrompt]) -> list[str]:
@@ -64,13 +63,6 @@ def ask(server: Server, tokenizer: Tokenizer, prompts: Sequence[NeedlePrompt]) -
     return answers
 
 
-def share_read(log: str) -> float | None:
-    """Return the share of the KV bytes that decoding read, from a server's log; None where it says nothing."""
-    sums = [(int(read), int(total)) for read, total in _READ.findall(log)]
-    total = sum(total for _, total in sums)
-    return sum(read for read, _ in sums) / total if total else None
-
-
 def measure(
     policy: str,
     settings: dict[str, object] | None,
@@ -86,9 +78,9 @@ def measure(
     with Server(model, args, thread_env("all"), log_path) as server:
         server.wait_ready(START_TIMEOUT_S)
         answers = ask(server, tokenizer, prompts)
+        share_read = share_of_kv_read(server.metrics())
     found = [prompt.fact.found_in(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    log = log_path.read_text(encoding="utf-8", errors="replace")
-    return {"policy": policy, "settings": settings, "found": found, "answers": answers, "share_read": share_read(log)}
+    return {"policy": policy, "settings": settings, "found": found, "answers": answers, "share_read": share_read}
 
 
 def show(prompts: Sequence[NeedlePrompt], results: Sequence[dict[str, object]], lengths: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ def test_nothing_given_is_progressive_with_the_documented_defaults() -> None:
     assert HybridSparseConfig().describe() == (
         "policy=progressive threshold=0.95 microbatch_pages=16 remainder=estimated summary=key_codes code_bits=2 "
         "sink_tokens=64 window_tokens=256 "
-        "isa=auto num_threads=0 thread_pool=auto log_interval_s=10.0"
+        "isa=auto num_threads=0 thread_pool=auto log_interval_s=60.0"
     )
 
 

@@ -27,7 +27,6 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> HybridSparseCPUWorker:
     monkeypatch.setattr(CPUWorker, "execute_model", lambda *_: "done")
     made = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
     made._runtime = HostRuntime(HybridSparseConfig(policy="hgca", num_threads=1))
-    made._interval_s = 0.0
     return made
 
 

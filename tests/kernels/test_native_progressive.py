@@ -182,4 +182,6 @@ def test_the_counts_are_those_of_the_plans(num_threads: int, threshold: float) -
     assert stats.pages_read == pages - sum(candidates) + sum(map(len, plans))
     assert stats.summaries_scored == sum(candidates)
     assert stats.microbatches == sum((len(plan) + 1) // 2 for plan in plans)
+    assert stats.judged == sum(n > 0 for n in candidates)
+    assert threshold * stats.judged <= stats.kept_mass <= stats.judged
     assert stats.stopped_early == sum(len(plan) < n for plan, n in zip(plans, candidates, strict=True))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from vllm_hybrid_sparse.load.prometheus import QUEUE_TIME, Histogram, histogram
+from vllm_hybrid_sparse.load.prometheus import QUEUE_TIME, Histogram, histogram, total
 
 TEXT = """# HELP vllm:request_queue_time_seconds Histogram of time spent in WAITING phase for request.
 # TYPE vllm:request_queue_time_seconds histogram
@@ -57,3 +57,10 @@ def test_since_counts_what_came_between() -> None:
         before.since(after)  # the server began anew
     with pytest.raises(ValueError, match="different buckets"):
         after.plus(Histogram((2.0, math.inf), (0.0, 0.0)))
+
+
+def test_a_total_adds_label_sets_up_and_leaves_other_names_out() -> None:
+    text = 'a_total{x="1 }",y="2"} 3.0\na_total{x="b"} 4 1700000000\na_total_bytes 9\nb_total 1e3\n# a_total 5\n'
+    assert total(text, "a_total") == 7.0
+    assert total(text, "b_total") == 1000.0
+    assert total(text, "c_total") is None

@@ -22,6 +22,7 @@ HOST = "127.0.0.1"
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
+_METRICS_TIMEOUT_S = 10.0
 _GRACE_S = 30.0  # time for the engine to finish and write its last log lines
 _SERVER_PORTS = range(20000, 30000)
 _PORT_TRIES = 100
@@ -167,6 +168,14 @@ class Server:
             with contextlib.suppress(ProcessLookupError):  # nothing of the group may be left
                 os.killpg(process.pid, signal.SIGKILL)  # start_new_session made the pid the group's id
             process.wait()
+
+    def metrics(self) -> str:
+        """Return the text of the server's /metrics; ServerError where it does not answer."""
+        try:
+            with urllib.request.urlopen(f"http://{HOST}:{self.port}/metrics", timeout=_METRICS_TIMEOUT_S) as answer:
+                return str(answer.read().decode("utf-8"))
+        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+            raise self.failure(f"/metrics does not answer ({error})") from error
 
     def log_tail(self, lines: int = 40) -> str:
         """Return the last lines of the server's log; empty where there is none."""

@@ -1,15 +1,19 @@
 """vLLM's CPU worker, with the host store made ready before the first request and its use reported."""
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_hybrid_sparse.glue.settings import settings_of
+from vllm_hybrid_sparse.glue.worker_report import WorkerReport
 from vllm_hybrid_sparse.memory.prefault import prefault
+from vllm_hybrid_sparse.metrics import DecodeStats, Interval
 from vllm_hybrid_sparse.runtime.host import host_runtime
 
 logger = init_logger("vllm.hybrid_sparse")
@@ -19,6 +23,7 @@ class HybridSparseCPUWorker(CPUWorker):
     """On a machine without a GPU vLLM's own KV memory is the host store, and every page is computed where it lies."""
 
     _connected = False  # whether a KV connector is configured
+    _ready = False  # whether there is a KV cache, and so something to report
 
     def get_kv_cache_spec(self) -> Any:
         """The layers' specs; the backend reads our settings from the current configuration to size a block."""
@@ -31,8 +36,13 @@ class HybridSparseCPUWorker(CPUWorker):
         self._runtime = host_runtime(settings_of(self.vllm_config))
         self._connected = self.vllm_config.kv_transfer_config is not None
         self._runtime.requests.follow(lambda: self.model_runner.input_batch.req_ids)
-        self._interval_s = self._runtime.settings.log_interval_s
-        self._next_report = time.monotonic() + self._interval_s
+        self._logs = self._runtime.settings.log_interval_s > 0
+        self._interval = Interval(self._runtime.settings.log_interval_s)
+        self._reports = self.vllm_config.ec_transfer_config is None
+        if not self._reports:
+            logger.warning("hybrid_sparse: no metrics beside an encoder cache connector, whose channel they take")
+        self._host_kv_bytes = _bytes_of(self.model_runner.kv_caches)
+        self._ready = True
         started = time.monotonic()
         declined = prefault(self.model_runner.kv_caches[0]) if self.model_runner.kv_caches else []
         logger.info("hybrid_sparse: %s", self._runtime.describe())
@@ -43,7 +53,7 @@ class HybridSparseCPUWorker(CPUWorker):
         )
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """One step; every log_interval_s with decoding in it, a line on how much of the cache was read.
+        """The forward pass of one step.
 
         Requests that finished or were aborted since the last step, or were preempted for this one, lose their state
         first: one that is resumed, or comes with the same id, begins again.
@@ -51,10 +61,24 @@ class HybridSparseCPUWorker(CPUWorker):
         self._runtime.requests.release(scheduler_output.finished_req_ids)
         self._runtime.requests.release(scheduler_output.preempted_req_ids or ())
         self._runtime.loaded_blocks = self._loaded_blocks(scheduler_output) if self._connected else None
-        result = super().execute_model(scheduler_output)
-        if self._interval_s and time.monotonic() >= self._next_report:
-            self._report()
-        return result
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The end of a step: its tokens, with a report of what was read for them.
+
+        Every log_interval_s with decoding in it, a line in the log says the same of that time.
+        """
+        output = super().sample_tokens(grammar_output)
+        stats = self._runtime.take_stats()
+        if not stats.rows:
+            return output
+        now_s = time.monotonic()
+        self._interval.add(stats, now_s)
+        if self._logs and self._interval.due(now_s):
+            self._write_line()
+        if self._reports and isinstance(output, ModelRunnerOutput):
+            return self._report(stats).attach(output)
+        return output
 
     def _loaded_blocks(self, scheduler_output: Any) -> torch.Tensor | None:
         """Cached blocks of the requests that begin or resume in this step: a KV connector may have loaded them.
@@ -75,13 +99,27 @@ class HybridSparseCPUWorker(CPUWorker):
         return torch.tensor(sorted(blocks), dtype=torch.int32) if blocks else None
 
     def shutdown(self) -> None:
-        """Report what the last interval left."""
-        if getattr(self, "_interval_s", 0.0):
-            self._report()
+        """Log what the last interval left."""
+        if self._ready and self._logs:
+            self._write_line()
         super().shutdown()
 
-    def _report(self) -> None:
-        self._next_report = time.monotonic() + self._interval_s
-        stats = self._runtime.take_stats()
-        if stats.pages_total:
-            logger.info("%s", stats.describe())
+    def _report(self, stats: DecodeStats) -> WorkerReport:
+        return WorkerReport(
+            decode=stats,
+            host_kv_bytes=self._host_kv_bytes,
+            packed_bytes=self._runtime.packed_bytes,
+            isa=self._runtime.isa,
+            threads=self._runtime.pool.size,
+            thread_pool=self._runtime.helpers,
+        )
+
+    def _write_line(self) -> None:
+        if line := self._interval.take(self._runtime.packed_bytes):
+            logger.info("%s", line)
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory behind some tensors, what they share counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,4 +1,4 @@
-"""Histograms out of the text that a server exposes to Prometheus."""
+"""Histograms and sums out of the text that a server exposes to Prometheus."""
 
 import math
 import re
@@ -50,6 +50,16 @@ class Histogram:
                 low = bound
             below = count
         return low
+
+
+def total(text: str, name: str) -> float | None:
+    """Return the sum of a counter or gauge over its label sets; None where the exposition has none of that name."""
+    values = [
+        float(line.rpartition("}")[2].split()[0] if "{" in line else line.split()[1])
+        for line in text.splitlines()
+        if line.startswith((f"{name}{{", f"{name} "))
+    ]
+    return sum(values) if values else None
 
 
 def histogram(text: str, name: str) -> Histogram | None:

@@ -1,6 +1,7 @@
 """The host tier of one worker process: one thread pool, one kernel per layer shape, and their statistics."""
 
 import os
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -38,6 +39,7 @@ class HostRuntime:
         self.requests = RequestSlots()
         self._hgca_layers: list[_native.HgcaLayer] = []
         self._attention: dict[tuple[torch.dtype, int, int, int, int, float], NativeAttention] = {}
+        self._layers = 0
 
     def attention(
         self,
@@ -49,7 +51,8 @@ class HostRuntime:
         block_tokens: int,
         scale: float,
     ) -> NativeAttention:
-        """The kernel for layers of this shape."""
+        """The kernel for one more layer of this shape."""
+        self._layers += 1
         shape = (dtype, num_q_heads, num_kv_heads, head_dim, block_tokens, scale)
         if shape not in self._attention:
             self._attention[shape] = NativeAttention(
@@ -80,19 +83,35 @@ class HostRuntime:
         self.requests.attach(layer)
         return layer
 
+    @property
+    def isa(self) -> str:
+        """The instruction set that the kernels run on."""
+        return ", ".join(sorted({attention.isa for attention in self._attention.values()}))
+
+    @property
+    def helpers(self) -> str:
+        """Whose threads help: own or openmp."""
+        return "openmp" if self.pool.helpers == _native.Helpers.openmp else "own"
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that HGCA's packed copies hold now."""
+        return sum(layer.packed_bytes for layer in self._hgca_layers)
+
     def describe(self) -> str:
         """Settings in effect and what they became on this machine."""
-        isas = sorted({attention.isa for attention in self._attention.values()})
-        helpers = "openmp" if self.pool.helpers == _native.Helpers.openmp else "own"
-        return f"{self.settings.describe()}; running on {', '.join(isas)} with {self.pool.size} {helpers} threads"
+        return f"{self.settings.describe()}; running on {self.isa} with {self.pool.size} {self.helpers} threads"
 
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""
-        total = DecodeStats(packed_bytes=sum(layer.packed_bytes for layer in self._hgca_layers))
+        total = DecodeStats()
+        layer_rows = 0
         for attention in self._attention.values():
-            total = total + DecodeStats.from_native(attention.stats(), attention.layout)
+            stats = DecodeStats.from_native(attention.stats(), attention.layout)
+            layer_rows += stats.selections // attention.num_kv_heads
+            total = total + stats
             attention.reset_stats()
-        return total
+        return replace(total, rows=layer_rows // self._layers if self._layers else 0)
 
 
 @lru_cache(maxsize=1)

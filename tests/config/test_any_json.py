@@ -1,0 +1,75 @@
+"""Whatever JSON stands where settings belong, it is taken or refused with the setting's name: nothing else happens."""
+
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.errors import ConfigError
+
+NAMES = [entry.name for entry in fields(HybridSparseConfig)]
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+LIKELY = st.sampled_from(
+    [
+        "dense",
+        "topk",
+        "progressive",
+        "hgca",
+        "auto",
+        "own",
+        "minmax",
+        "key_codes",
+        "",
+        " 1",
+        "0.5",
+        "1e999",
+        "nan",
+        "inf",
+    ]
+)
+NUMBERS = st.sampled_from([0, 1, 2, 16, 64, 0.05, 0.95, 1.0, -1, 2**63, 10**400, float("nan"), float("inf")])
+SETTINGS = st.dictionaries(st.sampled_from(NAMES), LIKELY | NUMBERS | ANY_JSON, max_size=6)
+
+
+def refusal_of(settings: Any) -> str:
+    """Why the settings are refused; empty where they are taken. Anything but a ConfigError passes through."""
+    try:
+        HybridSparseConfig.from_mapping(settings)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def assert_taken_or_refused(settings: Any) -> None:
+    if refusal := refusal_of(settings):
+        assert refusal.startswith("hybrid_sparse")
+        assert ": " in refusal
+        return
+    config = HybridSparseConfig.from_mapping(settings)
+    used = {name: value for name, value in asdict(config).items() if value is not None}
+    assert HybridSparseConfig.from_mapping(used) == config  # what is in effect can be given
+    json.dumps(used, allow_nan=False)
+    assert config.selection is not None
+    assert config.retained is not None
+
+
+@given(SETTINGS)
+def test_any_values_of_known_settings(settings: dict[str, Any]) -> None:
+    assert_taken_or_refused(settings)
+
+
+@given(ANY_JSON)
+def test_anything_in_place_of_settings(settings: Any) -> None:
+    assert_taken_or_refused(settings)
+
+
+@given(st.text(max_size=20), ANY_JSON)
+def test_any_name(name: str, value: Any) -> None:
+    assert_taken_or_refused({name: value})

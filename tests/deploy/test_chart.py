@@ -1,0 +1,170 @@
+"""The Helm chart: linted and rendered by Helm's own library, every object by Kubernetes's schemas."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.files import CHART, ROOT, load_yaml, refuse_unknown_options
+from vllm_hybrid_sparse.config import HybridSparseConfig
+
+if find_spec("helm_python") is None:
+    pytest.skip("helm-python-sdk is not installed", allow_module_level=True)
+
+KUBERNETES = "1.31.0"
+EVERYTHING = {
+    "replicas": 3,
+    "model": {"path": "/model", "claim": "models", "servedName": "llama 8b"},
+    "settings": {"policy": "topk", "topk_ratio": 0.1},
+    "extraArgs": ["--max-model-len=131072"],
+    "extraEnv": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
+    "imagePullSecrets": [{"name": "registry"}],
+    "cpu": {"cores": 8, "threadsBind": "0-6"},
+    "maxQueuedRequests": 0,
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "cache": {"claim": "compiled"},
+    "nodeSelector": {"disk": "fast"},
+    "tolerations": [{"key": "cpu", "operator": "Exists"}],
+    "affinity": {"podAntiAffinity": {}},
+    "podAnnotations": {"team": "a"},
+}
+
+
+def helm(action: str, values: Mapping[str, Any]) -> Any:
+    """What Helm's library answers; see helm_child."""
+    command = [sys.executable, "-m", "tests.deploy.helm_child", action, str(CHART)]
+    done = subprocess.run(
+        command, input=json.dumps(values), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def render(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The chart's objects by kind."""
+    texts = [text for name, text in helm("render", values).items() if "NOTES" not in name]
+    objects = [found for text in texts for found in yaml.safe_load_all(text) if found]
+    return {found["kind"]: found for found in objects}
+
+
+def pod(objects: Mapping[str, Any]) -> Any:
+    return objects["Deployment"]["spec"]["template"]["spec"]
+
+
+def container(objects: Mapping[str, Any]) -> Any:
+    (only,) = pod(objects)["containers"]
+    return only
+
+
+def test_helm_has_no_objection() -> None:
+    found = helm("lint", {})
+    assert found["errors"] == []
+    assert [message["error"] for message in found["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_objects_are_those_of_kubernetes(values: dict[str, Any]) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed").validate
+    objects = render(values)
+    for kind, found in objects.items():
+        if kind != "ServiceMonitor":  # of the Prometheus operator
+            validate(found, KUBERNETES, strict=True)
+    assert {"Deployment", "Service"} <= set(objects)
+
+
+def test_a_schema_error_would_be_seen() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    deployment = render({})["Deployment"]
+    deployment["spec"]["template"]["spec"]["containers"][0]["livenessprobe"] = {}
+    with pytest.raises(validate.ValidationError):
+        validate.validate(deployment, KUBERNETES, strict=True)
+
+
+def test_memory_is_the_sum_of_its_parts_and_the_pod_is_guaranteed() -> None:
+    memory = {"kvCacheGiB": 200, "weightsGiB": 15, "packedGiB": 20, "overheadGiB": 8, "sharedGiB": 2}
+    objects = render({"memory": memory, "cpu": {"cores": 24}})
+    resources = container(objects)["resources"]
+    assert resources["limits"] == resources["requests"] == {"cpu": 24, "memory": "245Gi"}
+    assert "--kv-cache-memory-bytes=200G" in container(objects)["args"]
+    (shm,) = [volume for volume in pod(objects)["volumes"] if volume["name"] == "shm"]
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_vllm_knows_the_arguments_and_the_backend_the_settings(values: dict[str, Any]) -> None:
+    options = refuse_unknown_options(container(render(values))["args"])
+    merged = helm("merge", values)
+    assert options.additional_config == {"hybrid_sparse": merged["settings"]}
+    HybridSparseConfig.from_mapping(options.additional_config["hybrid_sparse"])
+    assert options.kv_cache_memory_bytes == merged["memory"]["kvCacheGiB"] * 2**30
+    assert options.max_num_queued_reqs == (merged["maxQueuedRequests"] or None)
+    assert options.served_model_name == [merged["model"]["servedName"]]
+
+
+def test_a_pod_has_time_to_be_forgotten_to_answer_and_to_end() -> None:
+    objects = render({"drain": {"endpointSeconds": 7, "answerSeconds": 300}})
+    assert container(objects)["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
+    assert "--shutdown-timeout=300" in container(objects)["args"]
+    assert pod(objects)["terminationGracePeriodSeconds"] >= 7 + 300 + 30
+
+
+def test_disruption_is_limited_where_there_is_a_second_replica() -> None:
+    assert "PodDisruptionBudget" not in render({})
+    budget = render({"replicas": 2})["PodDisruptionBudget"]["spec"]
+    assert budget["maxUnavailable"] == 1
+    deployment = render({"replicas": 2})["Deployment"]["spec"]
+    assert budget["selector"] == deployment["selector"]
+    assert deployment["selector"]["matchLabels"].items() <= deployment["template"]["metadata"]["labels"].items()
+
+
+def test_prometheus_is_told_only_where_asked() -> None:
+    assert "ServiceMonitor" not in render({})
+    objects = render(EVERYTHING)
+    monitor = objects["ServiceMonitor"]
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= objects["Service"]["metadata"]["labels"].items()
+    assert "vllm" in objects["Service"]["metadata"]["labels"][monitor["spec"]["jobLabel"]]
+    assert monitor["spec"]["endpoints"][0]["port"] == objects["Service"]["spec"]["ports"][0]["name"]
+
+
+def test_cores_are_reserved_only_where_vllm_chooses_them() -> None:
+    def variables(objects: Mapping[str, Any]) -> dict[str, str]:
+        return {entry["name"]: entry.get("value", "") for entry in container(objects)["env"]}
+
+    assert variables(render({}))["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1"
+    named = variables(render(EVERYTHING))
+    assert named["VLLM_CPU_OMP_THREADS_BIND"] == "0-6"
+    assert "VLLM_CPU_NUM_OF_RESERVED_CPU" not in named
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"replicas": 0},
+        {"memory": {"kvCacheGiB": 0}},
+        {"memory": {"kvCacheGiB": "16Gi"}},
+        {"cpu": {"cores": 0.5}},
+        {"setings": {"policy": "dense"}},
+        {"service": {"type": "Headless"}},
+        {"extraArgs": "--max-model-len=4096"},
+    ],
+    ids=json.dumps,
+)
+def test_a_bad_value_is_refused(values: dict[str, Any]) -> None:
+    assert next(iter(values)) in helm("refusal", values)
+
+
+def test_the_values_of_the_chart_are_legal() -> None:
+    assert helm("refusal", {}) == helm("refusal", EVERYTHING) == ""
+
+
+def test_the_chart_is_of_this_version() -> None:
+    chart = load_yaml(CHART / "Chart.yaml")
+    source = (Path(ROOT) / "vllm_hybrid_sparse" / "__init__.py").read_text(encoding="utf-8")
+    assert f'"{chart["appVersion"]}"' in source

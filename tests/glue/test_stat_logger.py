@@ -1,0 +1,171 @@
+"""The way of a worker's figures to an API server's metrics, through vLLM's own classes."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import REGISTRY, generate_latest
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_hybrid_sparse.glue import plugin
+from vllm_hybrid_sparse.glue.metric_families import COUNTERS, PREFIX, exposed_names
+from vllm_hybrid_sparse.glue.registration import member
+from vllm_hybrid_sparse.glue.stat_logger import HybridSparseStatLogger, _unregister_ours
+from vllm_hybrid_sparse.glue.worker_report import WorkerReport, take_report
+from vllm_hybrid_sparse.load.prometheus import total
+from vllm_hybrid_sparse.metrics import DecodeStats
+
+DECODE = DecodeStats(
+    rows=1,
+    selections=2,
+    pages_total=3,
+    pages_read=4,
+    pages_wasted=5,
+    total_bytes=2**40,
+    read_bytes=7,
+    summary_bytes=8,
+    early_stops=9,
+    judged=10,
+    kept_mass=9.5,
+    microbatches=11,
+)
+REPORT = WorkerReport(
+    decode=DECODE, host_kv_bytes=2**33, packed_bytes=4096, isa="avx512", threads=2, thread_pool="openmp"
+)
+
+
+def config(**settings: object) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="tiny"),
+        attention_config=SimpleNamespace(backend=member()),
+        additional_config={"hybrid_sparse": settings},
+    )
+
+
+def received(report: WorkerReport) -> SchedulerStats:
+    """The statistics of a step as an API server decodes them, made as vLLM's Scheduler.make_stats makes them."""
+    carried = report.attach(EMPTY_MODEL_RUNNER_OUTPUT).ec_connector_output
+    assert carried is not None
+    assert carried.ec_connector_stats is not None
+    stats = SchedulerStats(ec_connector_stats=carried.ec_connector_stats.data)
+    outputs = MsgpackDecoder(EngineCoreOutputs).decode(
+        MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+    )
+    assert outputs.scheduler_stats is not None
+    return outputs.scheduler_stats
+
+
+def exposed() -> str:
+    return generate_latest(REGISTRY).decode()
+
+
+@pytest.fixture(autouse=True)
+def _clean_registry() -> Iterator[None]:
+    yield
+    _unregister_ours()
+
+
+def test_a_report_arrives_as_it_was_sent_and_is_taken_off() -> None:
+    stats = received(REPORT)
+    assert take_report(stats) == REPORT
+    assert stats.ec_connector_stats is None
+    assert take_report(stats) is None
+
+
+def test_what_carries_no_report_is_left_as_it_is() -> None:
+    assert take_report(None) is None
+    foreign = SchedulerStats(ec_connector_stats={"loads": 3})
+    assert take_report(foreign) is None
+    assert foreign.ec_connector_stats == {"loads": 3}
+
+
+def test_the_shared_empty_output_of_vllm_is_not_written_to() -> None:
+    output = REPORT.attach(EMPTY_MODEL_RUNNER_OUTPUT)
+    assert EMPTY_MODEL_RUNNER_OUTPUT.ec_connector_output is None
+    own = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+    assert REPORT.attach(own) is own
+    assert output is not EMPTY_MODEL_RUNNER_OUTPUT
+
+
+def test_every_sum_has_a_counter_that_grows_by_the_steps_difference() -> None:
+    logger = HybridSparseStatLogger(config(), [0])
+    for family in COUNTERS:
+        assert total(exposed(), family.name) == 0.0, family.name
+    for _ in range(3):
+        logger.record(received(REPORT), None, engine_idx=0)
+    text = exposed()
+    for family in COUNTERS:
+        assert total(text, family.name) == 3 * getattr(DECODE, family.field), family.name
+    assert total(text, f"{PREFIX}host_kv_bytes") == 2**33  # a gauge: the latest, not the sum
+    assert total(text, f"{PREFIX}packed_bytes") == 4096
+
+
+def test_engines_are_told_apart_and_one_that_is_not_ours_is_not_counted() -> None:
+    logger = HybridSparseStatLogger(config(), [0, 1])
+    logger.record(received(REPORT), None, engine_idx=1)
+    stats = received(REPORT)
+    logger.record(stats, None, engine_idx=7)
+    assert stats.ec_connector_stats is None  # loggers after ours must not meet it
+    text = exposed()
+    assert f'{PREFIX}decode_rows_total{{engine="1",model_name="tiny"}} 1.0' in text
+    assert f'{PREFIX}decode_rows_total{{engine="0",model_name="tiny"}} 0.0' in text
+
+
+def test_gauges_wait_for_the_first_report_and_settings_do_not() -> None:
+    logger = HybridSparseStatLogger(config(policy="topk", topk_pages=8), [0])
+    assert total(exposed(), f"{PREFIX}host_kv_bytes") is None
+    (info,) = [line for line in exposed().splitlines() if line.startswith(f"{PREFIX}settings_info{{")]
+    for label in ('policy="topk"', 'topk_pages="8"', 'threshold=""', 'summary="key_codes"', 'model_name="tiny"'):
+        assert label in info
+    logger.record(received(REPORT), None)
+    assert 'isa="avx512",model_name="tiny",thread_pool="openmp",threads="2"} 1.0' in exposed()
+
+
+def test_a_second_engine_of_a_process_begins_anew() -> None:
+    HybridSparseStatLogger(config(), [0]).record(received(REPORT), None)
+    HybridSparseStatLogger(config(), [0])
+    assert total(exposed(), f"{PREFIX}decode_rows_total") == 0.0
+
+
+def test_exposed_names_are_those_of_the_registry() -> None:
+    logger = HybridSparseStatLogger(config(), [0])
+    logger.record(received(REPORT), None)
+    names = {line.partition("{")[0] for line in exposed().splitlines() if line.startswith(PREFIX)}
+    assert {name for name in names if not name.endswith("_created")} == exposed_names()
+
+
+@pytest.fixture
+def made_with(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What vLLM's manager of loggers is made with, behind our hook."""
+    given: list[Any] = []
+
+    def make(_self: Any, _config: Any, _engines: Any = None, custom_stat_loggers: Any = None, **_: Any) -> None:
+        given.append(custom_stat_loggers)
+
+    monkeypatch.setattr(StatLoggerManager, "__init__", make)
+    monkeypatch.setattr(StatLoggerManager, plugin._HOOKED, False, raising=False)
+    plugin._hook_stat_loggers()
+    plugin._hook_stat_loggers()  # plugins may be loaded twice
+    return given
+
+
+def test_our_logger_comes_before_all_others_where_the_backend_is_selected(made_with: list[Any]) -> None:
+    StatLoggerManager(config(), engine_idxs=[0], custom_stat_loggers=[LoggingStatLogger])
+    StatLoggerManager(config())
+    assert made_with == [[HybridSparseStatLogger, LoggingStatLogger], [HybridSparseStatLogger]]
+
+
+def test_where_the_backend_is_not_selected_loggers_are_vllms_own(made_with: list[Any]) -> None:
+    other = config()
+    other.attention_config.backend = None
+    StatLoggerManager(other)
+    StatLoggerManager(other, custom_stat_loggers=[LoggingStatLogger])
+    assert made_with == [None, [LoggingStatLogger]]

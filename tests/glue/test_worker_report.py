@@ -1,0 +1,119 @@
+"""What the worker says at the end of a step: the difference to the step before, and a line now and then."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.glue import worker as worker_module
+from vllm_hybrid_sparse.glue.worker import HybridSparseCPUWorker, _bytes_of
+from vllm_hybrid_sparse.glue.worker_report import WorkerReport, take_report
+from vllm_hybrid_sparse.metrics import DecodeStats, Interval
+from vllm_hybrid_sparse.runtime.host import HostRuntime
+
+STEP = DecodeStats(rows=2, selections=4, pages_total=40, pages_read=10, total_bytes=4000, read_bytes=1000)
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Steps:
+    """A worker without a model: each step decodes what it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        self.lines: list[str] = []
+        monkeypatch.setattr(worker_module, "time", self.clock)
+        monkeypatch.setattr(worker_module.logger, "info", lambda text, *values: self.lines.append(text % values))
+        monkeypatch.setattr(CPUWorker, "sample_tokens", lambda *_: self.output)
+        monkeypatch.setattr(CPUWorker, "shutdown", lambda *_: None)
+        self.worker = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
+        self.worker._runtime = HostRuntime(HybridSparseConfig(num_threads=1, thread_pool="own"))
+        monkeypatch.setattr(self.worker._runtime, "take_stats", lambda: self.stats)
+        self.worker._logs, self.worker._interval = True, Interval(60.0)
+        self.worker._reports, self.worker._ready, self.worker._host_kv_bytes = True, True, 4096
+
+    def step(self, stats: DecodeStats, output: Any = None) -> WorkerReport | None:
+        """Run one; return the report on its output."""
+        self.stats = stats
+        self.output = ModelRunnerOutput(req_ids=[], req_id_to_index={}) if output is None else output
+        given = self.worker.sample_tokens(None)
+        carrier = getattr(given, "ec_connector_output", None)
+        return take_report(SchedulerStats(ec_connector_stats=carrier.ec_connector_stats.data)) if carrier else None
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(monkeypatch)
+
+
+def test_each_step_reports_what_it_read(steps: Steps) -> None:
+    later = replace(STEP, read_bytes=700)
+    reports = [steps.step(STEP), steps.step(later)]
+    assert [report and report.decode for report in reports] == [STEP, later]
+    assert reports[0] is not None
+    assert (reports[0].host_kv_bytes, reports[0].threads, reports[0].thread_pool) == (4096, 1, "own")
+
+
+def test_a_step_without_decoding_reports_nothing(steps: Steps) -> None:
+    assert steps.step(DecodeStats(), EMPTY_MODEL_RUNNER_OUTPUT) is None
+    assert EMPTY_MODEL_RUNNER_OUTPUT.ec_connector_output is None
+
+
+def test_what_is_no_final_output_is_passed_on(steps: Steps) -> None:
+    intermediate = SimpleNamespace()
+    steps.stats, steps.output = STEP, intermediate
+    assert steps.worker.sample_tokens(None) is intermediate
+
+
+def test_nothing_is_reported_beside_an_encoder_cache_connector(steps: Steps) -> None:
+    steps.worker._reports = False
+    assert steps.step(STEP) is None
+
+
+def test_a_line_a_minute_and_what_is_left_at_the_end(steps: Steps) -> None:
+    for second in range(0, 151, 10):
+        steps.clock.now_s = 1000.0 + second
+        steps.step(STEP)
+    assert [line.partition(", reading 25.0% ")[0] for line in steps.lines] == [
+        "hybrid_sparse: decoded 14 tokens (0.2 a second)",
+        "hybrid_sparse: decoded 14 tokens (0.2 a second)",
+    ]
+    steps.worker.shutdown()
+    assert len(steps.lines) == 3
+    steps.worker.shutdown()
+    assert len(steps.lines) == 3
+
+
+def test_no_lines_where_the_interval_is_zero(steps: Steps) -> None:
+    steps.worker._logs, steps.worker._interval = False, Interval(0.0)
+    steps.step(STEP)
+    steps.worker.shutdown()
+    assert steps.lines == []
+
+
+def test_a_worker_that_never_had_a_cache_ends_without_a_word(steps: Steps) -> None:
+    HybridSparseCPUWorker.__new__(HybridSparseCPUWorker).shutdown()
+    assert steps.lines == []
+
+
+def test_memory_that_tensors_share_is_counted_once() -> None:
+    store = torch.zeros(100)
+    assert _bytes_of([store[:50], store[50:], torch.zeros(8, dtype=torch.uint8)]) == 408
+    assert _bytes_of([]) == 0

@@ -1,0 +1,235 @@
+"""A server under what happens to servers: told to stop, overrun, its worker killed, and long mixed load."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.system.completions import Answer, complete, hang_up, metric, post
+from tests.system.test_families import byte_prompts
+from tests.system.tiny_models import make_tiny_model
+from tests.system.variants import START_TIMEOUT_S, our_args, server_env, stock_args
+from vllm_hybrid_sparse.cli.server import Server
+
+ARGS = [
+    *stock_args("float32", 2048, 64 << 20),
+    *our_args(policy="topk", topk_pages=4),
+    "--enforce-eager",
+    "--max-num-seqs=8",
+]
+DRAIN_S = 60
+ENDS_WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model that all servers here serve."""
+    return make_tiny_model("llama-gqa", tmp_path_factory.mktemp("model"))
+
+
+def served(model: Path, tmp_path: Path, *more: str) -> Server:
+    return Server(model, [*ARGS, *more], server_env(), tmp_path / "server.log")
+
+
+def exit_status(server: Server) -> int:
+    """The status with which the server ends by itself; fails where it goes on."""
+    process = server._process
+    assert process is not None
+    return process.wait(timeout=ENDS_WITHIN_S)
+
+
+async def stream(server: Server, tokens: int, begun: asyncio.Event) -> tuple[int, str]:
+    """Stream one answer; return how many tokens came and why it ended (empty: it broke off)."""
+    payload = {
+        "model": server.model,
+        "prompt": [7] * 300,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    came, reason = 0, ""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
+            session.post(f"{server.base_url}/completions", json=payload) as reply,
+        ):
+            async for line in reply.content:
+                if line.startswith(b"data: {") and b'"choices"' in line:
+                    (choice,) = json.loads(line[6:])["choices"]
+                    came, reason = came + 1, choice["finish_reason"] or reason
+                    begun.set()
+    except aiohttp.ClientError:
+        pass
+    begun.set()
+    return came, reason
+
+
+def signalled_while_streaming(server: Server, tokens: int, number: signal.Signals) -> tuple[int, str]:
+    """Begin a stream, send the server a signal at its first token, and return what came of the stream."""
+
+    async def run() -> tuple[int, str]:
+        begun = asyncio.Event()
+        streamed = asyncio.create_task(stream(server, tokens, begun))
+        await begun.wait()
+        assert server._process is not None
+        server._process.send_signal(number)
+        return await streamed
+
+    return asyncio.run(run())
+
+
+def test_told_to_stop_it_ends_running_answers_first(model: Path, tmp_path: Path) -> None:
+    """With --shutdown-timeout, as the images are run: nothing that was begun is lost, and the status is 0."""
+    with served(model, tmp_path, f"--shutdown-timeout={DRAIN_S}") as server:
+        server.wait_ready(START_TIMEOUT_S)
+        assert signalled_while_streaming(server, 400, signal.SIGTERM) == (400, "length")
+        assert exit_status(server) == 0
+    assert "draining in-flight requests" in server.log_tail(200)
+
+
+def test_told_to_stop_without_a_time_it_breaks_off_and_ends(model: Path, tmp_path: Path) -> None:
+    with served(model, tmp_path) as server:
+        server.wait_ready(START_TIMEOUT_S)
+        begun_s = time.monotonic()
+        came, _reason = signalled_while_streaming(server, 1500, signal.SIGTERM)
+        assert 0 < came < 1500
+        assert exit_status(server) == 0
+        assert time.monotonic() - begun_s < 30
+
+
+def workers_of(server: Server) -> list[int]:
+    """Process ids of the server's workers."""
+    assert server._process is not None
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            group = int((folder / "stat").read_text().rpartition(")")[2].split()[2])
+            name = (folder / "cmdline").read_text().partition("\0")[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if group == server._process.pid and "Worker" in name:
+            found.append(int(folder.name))
+    return found
+
+
+def test_a_killed_worker_ends_the_server_with_an_error(model: Path, tmp_path: Path) -> None:
+    """So that whoever supervises it starts it again, instead of a server that is up and answers nobody."""
+    with served(model, tmp_path) as server:
+        server.wait_ready(START_TIMEOUT_S)
+        (worker,) = workers_of(server)
+
+        async def run() -> tuple[int, str]:
+            begun = asyncio.Event()
+            streamed = asyncio.create_task(stream(server, 1500, begun))
+            await begun.wait()
+            os.kill(worker, signal.SIGKILL)
+            return await asyncio.wait_for(streamed, ENDS_WITHIN_S)
+
+        came, reason = asyncio.run(run())
+        assert 0 < came < 1500
+        assert reason != "length"
+        assert exit_status(server) != 0
+    assert "died" in server.log_tail(400)
+
+
+def statuses(server: Server, requests: int) -> list[int]:
+    """HTTP statuses of so many requests sent at one time."""
+
+    async def one(session: aiohttp.ClientSession, number: int) -> int:
+        payload = {"model": server.model, "prompt": [number % 256] * 400, "max_tokens": 16, "temperature": 0}
+        async with session.post(f"{server.base_url}/completions", json=payload) as reply:
+            await reply.read()
+            return reply.status
+
+    async def run() -> list[int]:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            return list(await asyncio.gather(*(one(session, number) for number in range(requests))))
+
+    return asyncio.run(run())
+
+
+def test_overrun_it_turns_the_excess_away_and_answers_the_rest(model: Path, tmp_path: Path) -> None:
+    with served(model, tmp_path, "--max-num-queued-reqs=12") as server:
+        server.wait_ready(START_TIMEOUT_S)
+        prompts = byte_prompts(seed=5)[-6:]
+        before = complete(server, prompts, max_tokens=8, concurrency=1)
+        seen = statuses(server, 60)
+        assert set(seen) == {200, 503}
+        assert seen.count(200) >= 12
+        assert metric(server, "vllm:admission_rejections_total") == seen.count(503)
+        assert complete(server, prompts, max_tokens=8, concurrency=6) == before
+
+
+SOAK_S = 180.0
+BAD_REQUESTS: tuple[dict[str, object], ...] = (
+    {"prompt": [], "max_tokens": 1},
+    {"prompt": [10_000], "max_tokens": 1},
+    {"prompt": [7] * 5000, "max_tokens": 1},
+    {"prompt": "text", "max_tokens": -3},
+    {"prompt": "text", "temperature": "hot"},
+    {"prompt": "text", "n": 0},
+    {"prompt": None},
+    {},
+)
+
+
+def resident_and_threads(server: Server) -> tuple[int, int]:
+    """Resident KiB and number of threads of all the server's processes."""
+    assert server._process is not None
+    resident = threads = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            group = int((folder / "stat").read_text().rpartition(")")[2].split()[2])
+            status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if group == server._process.pid and "VmRSS" in status:
+            resident += int(status["VmRSS"].split()[0])
+            threads += int(status["Threads"])
+    return resident, threads
+
+
+def wrong(expected: Sequence[Answer], found: Sequence[Answer]) -> list[int]:
+    return [index for index, (left, right) in enumerate(zip(expected, found, strict=True)) if left != right]
+
+
+@pytest.mark.slow
+def test_soak_every_answer_is_the_one_given_alone_and_nothing_grows(model: Path, tmp_path: Path) -> None:
+    """Mixed lengths at mixed concurrency, clients that hang up, and requests that are refused."""
+    rng = random.Random(1)
+    prompts = [prompt for seed in range(3) for prompt in byte_prompts(seed=seed)[-12:]]
+    with served(model, tmp_path, "--max-num-batched-tokens=512") as server:
+        server.wait_ready(START_TIMEOUT_S)
+        alone = complete(server, prompts, max_tokens=24, concurrency=1)
+        samples: list[tuple[int, int]] = []
+        begun_s, answered = time.monotonic(), 0
+        while time.monotonic() - begun_s < SOAK_S:
+            chosen = rng.sample(range(len(prompts)), rng.randint(1, 16))
+            found = complete(
+                server, [prompts[index] for index in chosen], max_tokens=24, concurrency=rng.randint(1, 16)
+            )
+            assert wrong([alone[index] for index in chosen], found) == []
+            answered += len(chosen)
+            for _ in range(rng.randint(0, 3)):
+                hang_up(server, rng.choice(prompts), after=rng.randint(0, 4))
+            status, _body = post(server, {"model": server.model, **rng.choice(BAD_REQUESTS)})
+            assert 400 <= status < 500
+            samples.append(resident_and_threads(server))
+        assert answered > 100
+        settled = samples[len(samples) // 4 :]
+        (first_kib, first_threads), (last_kib, last_threads) = settled[0], settled[-1]
+        assert last_kib <= 1.02 * first_kib, samples
+        assert last_threads <= first_threads, samples
+        deadline = time.monotonic() + 20
+        while metric(server, "vllm:kv_cache_usage_perc") > 0 or metric(server, "vllm:num_requests_running") > 0:
+            assert time.monotonic() < deadline, "blocks or requests are still held 20 s after the last request"
+            time.sleep(0.2)

@@ -1,0 +1,63 @@
+"""Sums over what was read, and the line that a person reads."""
+
+from dataclasses import fields
+
+from vllm_hybrid_sparse.metrics import DecodeStats, Interval
+
+GIB = 2**30
+STEP = DecodeStats(
+    rows=30,
+    selections=60,
+    pages_total=1000,
+    pages_read=90,
+    pages_wasted=10,
+    total_bytes=8 * GIB,
+    read_bytes=GIB,
+    summary_bytes=GIB // 4,
+    early_stops=3,
+    judged=40,
+    kept_mass=39.0,
+    microbatches=50,
+)
+
+
+def test_every_sum_is_added() -> None:
+    both = STEP + STEP
+    for entry in fields(DecodeStats):
+        assert getattr(STEP, entry.name) > 0
+        assert getattr(both, entry.name) == 2 * getattr(STEP, entry.name), entry.name
+    assert STEP + DecodeStats() == STEP
+
+
+def test_the_line_says_what_was_read_and_kept() -> None:
+    assert STEP.describe(seconds=4.0, packed_bytes=GIB // 2) == (
+        "hybrid_sparse: decoded 30 tokens (7.5 a second), reading 12.5% of their KV cache (1.00 of 8.00 GiB); "
+        "kept 97.5% of the attention weight by estimate; 10.0% of the pages read were dropped; "
+        "packed copies hold 0.50 GiB"
+    )
+
+
+def test_the_line_leaves_out_what_there_is_not() -> None:
+    dense = DecodeStats(rows=2, pages_total=9, pages_read=9, total_bytes=GIB, read_bytes=GIB)
+    assert dense.describe() == "hybrid_sparse: decoded 2 tokens, reading 100.0% of their KV cache (1.00 of 1.00 GiB)"
+    assert DecodeStats().share_read == 0.0
+
+
+def test_a_line_is_due_when_its_time_has_passed_since_the_first_step() -> None:
+    interval = Interval(60.0)
+    assert not interval.due(1e9)  # nothing was decoded
+    interval.add(STEP, 1000.0)
+    assert not interval.due(1059.9)
+    assert interval.due(1060.0)
+
+
+def test_the_rate_is_that_of_the_time_between_the_steps_and_each_line_begins_anew() -> None:
+    interval = Interval(60.0)
+    interval.add(STEP, 1000.0)
+    interval.add(DecodeStats(), 1005.0)  # a prompt
+    interval.add(STEP, 1010.0)
+    assert "decoded 60 tokens (6.0 a second)" in interval.take(packed_bytes=0)
+    assert interval.take(packed_bytes=0) == ""
+    interval.add(STEP, 5000.0)
+    assert not interval.due(5001.0)
+    assert "decoded 30 tokens, reading" in interval.take(packed_bytes=0)  # one step has no duration

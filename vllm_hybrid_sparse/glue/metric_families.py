@@ -1,0 +1,55 @@
+"""The names under which the backend's figures stand on vLLM's /metrics, their kinds and what they mean.
+
+Names and units follow Prometheus: base units, counters end in `_total`. Every series has the labels `model_name` and
+`engine`, as vLLM's own have.
+"""
+
+from dataclasses import dataclass
+
+PREFIX = "vllm_hybrid_sparse_"
+LABELS = ("model_name", "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric."""
+
+    name: str  # as it is exposed
+    field: str  # counters: of `DecodeStats`; gauges: of `WorkerReport`
+    help: str
+
+
+COUNTERS = tuple(
+    Family(f"{PREFIX}{name}_total", field, text)
+    for name, field, text in (
+        ("decode_rows", "rows", "Query tokens that were attended alone: one of a request in a step, all layers."),
+        ("selections", "selections", "Choices of what to read: one a decode row, KV head and layer."),
+        ("context_pages", "pages_total", "Pages (16 tokens of a KV head and layer) of decode rows' contexts."),
+        ("read_pages", "pages_read", "Pages of those that were read: the retained set and what was selected."),
+        ("wasted_pages", "pages_wasted", "Pages read ahead of a stop and dropped; not among those read."),
+        ("context_bytes", "total_bytes", "K and V of decode rows' contexts: what full attention would read."),
+        ("read_bytes", "read_bytes", "K and V read by decode rows, dropped pages and scored summaries included."),
+        ("summary_read_bytes", "summary_bytes", "Summaries scored by decode rows; they are among the bytes read."),
+        ("early_stops", "early_stops", "Selections that reached the threshold before their last candidate page."),
+        ("judged_selections", "judged", "Selections that a threshold ended: those with an estimate of the kept mass."),
+        ("kept_mass", "kept_mass", "Sum over judged selections of the share of attention kept, by estimate, 0 to 1."),
+        ("microbatches", "microbatches", "Looks at the threshold."),
+    )
+)
+
+GAUGES = tuple(
+    Family(f"{PREFIX}{name}", field, text)
+    for name, field, text in (
+        ("host_kv_bytes", "host_kv_bytes", "Host memory that holds the KV cache and its summaries."),
+        ("packed_bytes", "packed_bytes", "Host memory that HGCA's packed copies of salient tokens hold now."),
+    )
+)
+
+SETTINGS_INFO = f"{PREFIX}settings_info"  # 1; its labels are the settings in effect
+HOST_INFO = f"{PREFIX}host_info"  # 1; its labels are what the settings became on the worker's machine
+HOST_INFO_LABELS = ("isa", "threads", "thread_pool")
+
+
+def exposed_names() -> frozenset[str]:
+    """Every name that a dashboard or a rule may ask for."""
+    return frozenset({SETTINGS_INFO, HOST_INFO, *(family.name for family in (*COUNTERS, *GAUGES))})

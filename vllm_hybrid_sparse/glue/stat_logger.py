@@ -1,0 +1,80 @@
+"""Adds the workers' figures to the Prometheus metrics of an API server, beside vLLM's own."""
+
+from dataclasses import fields
+from typing import Any
+
+from prometheus_client import REGISTRY, Counter, Gauge
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.glue.metric_families import (
+    COUNTERS,
+    GAUGES,
+    HOST_INFO,
+    HOST_INFO_LABELS,
+    LABELS,
+    PREFIX,
+    SETTINGS_INFO,
+)
+from vllm_hybrid_sparse.glue.settings import settings_of
+from vllm_hybrid_sparse.glue.worker_report import take_report
+
+
+class HybridSparseStatLogger(AggregateStatLoggerBase):
+    """One a process, for all the engines it talks to. Counters begin at 0, gauges with an engine's first report.
+
+    Where several API servers share the engines, vLLM has Prometheus's client keep values in files, and whichever
+    server is asked adds them all up: counters are right in sum, and gauges are the latest that any was told.
+    """
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+        _unregister_ours()
+        model_name = vllm_config.model_config.served_model_name
+        self._labels = {index: (model_name, str(index)) for index in engine_indexes}
+        self._counters = {}
+        for family in COUNTERS:
+            counter = Counter(family.name, family.help, labelnames=LABELS)
+            self._counters[family.field] = {index: counter.labels(*labels) for index, labels in self._labels.items()}
+        self._gauges = {family.field: _gauge(family.name, family.help, LABELS) for family in GAUGES}
+        self._host_info = _gauge(HOST_INFO, "What the settings became on the machine.", (*LABELS, *HOST_INFO_LABELS))
+        self._show_settings(settings_of(vllm_config))
+
+    def _show_settings(self, settings: HybridSparseConfig) -> None:
+        values = {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
+        info = _gauge(SETTINGS_INFO, "Settings in effect; empty: not used by the policy.", (*LABELS, *values))
+        shown = ["" if value is None else str(value) for value in values.values()]
+        for labels in self._labels.values():
+            info.labels(*labels, *shown).set(1)
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,  # noqa: ARG002
+        mm_cache_stats: Any = None,  # noqa: ARG002
+        engine_idx: int = 0,
+    ) -> None:
+        """Count what the step's statistics carry of ours, and take it off: later loggers know nothing of it."""
+        report = take_report(scheduler_stats)
+        if report is None or engine_idx not in self._labels:
+            return
+        for field, of_engine in self._counters.items():
+            if amount := getattr(report.decode, field):
+                of_engine[engine_idx].inc(amount)
+        labels = self._labels[engine_idx]
+        for field, gauge in self._gauges.items():
+            gauge.labels(*labels).set(getattr(report, field))
+        self._host_info.labels(*labels, report.isa, str(report.threads), report.thread_pool).set(1)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing: the settings were shown when the logger was made."""
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...]) -> Gauge:
+    return Gauge(name, text, labelnames=labels, multiprocess_mode="mostrecent")
+
+
+def _unregister_ours() -> None:
+    """Forget metrics of an engine that this process had before, as vLLM does with its own."""
+    for collector, names in list(REGISTRY._collector_to_names.items()):
+        if any(name.startswith(PREFIX) for name in names):
+            REGISTRY.unregister(collector)
