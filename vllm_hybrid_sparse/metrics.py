@@ -14,6 +14,9 @@ class DecodeStats:
     total_bytes: int = 0  # a full read
     read_bytes: int = 0  # pages read or wasted, and summaries scored
     early_stops: int = 0  # (request, KV head, layer) that reached the threshold before the last candidate
+    groups: int = 0  # (request, KV head, layer), each once a step
+    streaming_groups: int = 0  # of them, those that Fluxion let read the retained set alone
+    anchor_bytes: int = 0  # read to observe Fluxion's anchors, beside read_bytes
     packed_bytes: int = 0  # held by HGCA's packed copies when the sums were taken
 
     def __add__(self, other: Self) -> "DecodeStats":
@@ -24,6 +27,9 @@ class DecodeStats:
             total_bytes=self.total_bytes + other.total_bytes,
             read_bytes=self.read_bytes + other.read_bytes,
             early_stops=self.early_stops + other.early_stops,
+            groups=self.groups + other.groups,
+            streaming_groups=self.streaming_groups + other.streaming_groups,
+            anchor_bytes=self.anchor_bytes + other.anchor_bytes,
             packed_bytes=self.packed_bytes + other.packed_bytes,
         )
 
@@ -38,14 +44,19 @@ class DecodeStats:
             total_bytes=stats.pages_total * layout.page_bytes,
             read_bytes=pages * layout.page_bytes + stats.summaries_scored * layout.summary_bytes,
             early_stops=stats.stopped_early,
+            groups=stats.items,
+            streaming_groups=stats.streaming,
+            anchor_bytes=stats.anchor_pages * layout.page_bytes,
         )
 
     def describe(self) -> str:
         """One line for a log; the share counts summaries as read and a full read without them."""
         share = 100.0 * self.read_bytes / self.total_bytes if self.total_bytes else 0.0
         packed = f"; {self.packed_bytes} bytes of packed copies" if self.packed_bytes else ""
+        streaming = f"; {self.streaming_groups} of {self.groups} groups streaming" if self.streaming_groups else ""
+        anchors = f"; {self.anchor_bytes} bytes read for anchors" if self.anchor_bytes else ""
         return (
             f"hybrid_sparse: decode read {share:.1f} % of the KV bytes (pages {self.pages_read} of {self.pages_total}, "
             f"{self.pages_wasted} read ahead and dropped, {self.read_bytes} of {self.total_bytes} bytes with summaries)"
-            f"{packed}"
+            f"{packed}{streaming}{anchors}"
         )

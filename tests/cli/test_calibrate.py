@@ -18,13 +18,13 @@ from transformers import (
 )
 
 from vllm_hybrid_sparse.cli import calibrate as calibrate_module
-from vllm_hybrid_sparse.cli.calibrate import model_shape
 from vllm_hybrid_sparse.cli.calibration_texts import file_windows, prose_window
 from vllm_hybrid_sparse.cli.collect import SamplingPlan, collect_window
 from vllm_hybrid_sparse.cli.main import main
 from vllm_hybrid_sparse.cli.prose import prose
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
+from vllm_hybrid_sparse.hf.shape import model_shape
 from vllm_hybrid_sparse.predictor.labels import label_heads
 from vllm_hybrid_sparse.predictor.model import ModelShape, load_predictor
 from vllm_hybrid_sparse.predictor.samples import Samples

@@ -20,6 +20,7 @@ from vllm_hybrid_sparse.cli.calibration_texts import TextWindow, file_windows, p
 from vllm_hybrid_sparse.cli.collect import SamplingPlan, collect_window
 from vllm_hybrid_sparse.cli.progress import Progress
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.hf.shape import model_shape
 from vllm_hybrid_sparse.predictor.features import FEATURE_VERSION
 from vllm_hybrid_sparse.predictor.model import PARAMETERS, ModelShape, PredictorOrigin
 from vllm_hybrid_sparse.predictor.samples import Samples
@@ -116,17 +117,6 @@ def calibrate(options: CalibrationOptions) -> dict[str, float]:
     )
     predictor.save(options.out, origin)
     return figures
-
-
-def model_shape(config: PretrainedConfig) -> ModelShape:
-    """The shape that a predictor is tied to, from a Transformers configuration."""
-    query_heads = config.num_attention_heads
-    return ModelShape(
-        layers=config.num_hidden_layers,
-        query_heads=query_heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or query_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
-    )
 
 
 def _model_config(options: CalibrationOptions) -> PretrainedConfig:
