@@ -36,7 +36,7 @@ struct Batch {
   int64_t block_table_stride = 0;
   const int64_t* slot_mapping = nullptr;  // [tokens]; negative: not stored
   const uint8_t* decode = nullptr;        // [requests]; 1: one query token, sparse; 0: exact
-  const int32_t* slots = nullptr;         // [requests]; where a layer keeps the request's state (HgcaLayer); null: nowhere
+  const int32_t* slots = nullptr;         // [requests]; where a layer keeps the request's state, if it does; null: nowhere
 };
 
 // The pages of a sequence outside the retained set: [begin, end).

@@ -24,7 +24,7 @@ FEATURE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2
 
 
 def some_predictor(shape: Shape, retained: RetainedSet, seed: int = 0) -> Predictor:
-    """A random one, scaled by what a layer of the shape shows: heads get unlike budgets, and half of them stream."""
+    """A random one, scaled by what a layer of the shape shows: heads get unlike budgets, and a few stream."""
     states = fluxion_layer(native_predictor(constant_predictor(0.5)), layer=LAYER_INDEX, tau=TAU)
     layer = ServedLayer(replace(shape, dtype=torch.float32, isa="auto"), num_blocks=80, seed=99, fluxion=states)
     requests = [layer.start() for _ in range(3)]
@@ -45,6 +45,7 @@ def some_predictor(shape: Shape, retained: RetainedSet, seed: int = 0) -> Predic
         outputs = predictor(features)
         predictor.outputs.weight /= outputs.std(dim=0)[:, None]
         predictor.outputs.bias.copy_(-outputs.mean(dim=0) / outputs.std(dim=0))
+        predictor.outputs.bias[2] -= 0.8
         predictor.target_mean.copy_(torch.tensor([0.1, 0.005]))
         predictor.target_std.copy_(torch.tensor([0.1, 0.01]))
     return predictor

@@ -66,11 +66,12 @@ def test_a_granularity_that_is_asked_for_is_kept(isa: str, granularity: int) -> 
     )
     request = mirror.start()
     mirror.step((request, 333))
+    seen = set()
     for _ in range(20):
         mirror.step((request, 1))
         assert mirror.steps[0] is not None
-        assert set(mirror.steps[0].budgets.granularity.tolist()) <= {0, granularity}
-    assert any(mirror.pages[0])
+        seen |= set(mirror.steps[0].budgets.granularity.tolist())
+    assert granularity in seen <= {0, granularity}
     assert not mirror.excuses
 
 

@@ -75,7 +75,8 @@ class CalibrationOptions:
         numbers = {
             "tokens": self.tokens, "windows": self.windows, "prose-windows": self.prose_windows,
             "skip-tokens": self.skip_tokens, "segment-tokens": self.plan.segment_tokens,
-            "span-tokens": self.plan.span_tokens, "steps": self.plan.steps, "tau": self.tau,
+            "span-tokens": self.plan.span_tokens, "sink-tokens": self.retained.sink_tokens,
+            "window-tokens": self.retained.window_tokens, "steps": self.plan.steps, "tau": self.tau,
             "epochs": self.training.epochs, "quantile": self.training.quantile, "seed": self.training.seed,
         }  # fmt: skip
         words += [
