@@ -195,8 +195,8 @@ void Engine::observe_host(const LayerCall& call, const Batch& batch, int index) 
   observe_budgets(call, batch, index);
 }
 
-// Eq. 2 with weights w_i = exp(s_i - lse): the output over a set S is o + (sum over S of w_i (v_i - o)) / (sum over S of w_i), so both
-// sums are gathered in the order of each head's own ranking until the deviation is within the tolerance.
+// Eq. 2 with weights w_i = exp(s_i - lse): the output over a set S is o + (sum over S of w_i (v_i - o)) / (sum over S of w_i),
+// so both sums are gathered in the order of each head's own ranking until the deviation is within the tolerance.
 void Engine::observe_budgets(const LayerCall& call, const Batch& batch, int index) {
   const Anchor& anchor = anchors_[index / geometry_.kv_heads];
   const int head = index % geometry_.kv_heads;

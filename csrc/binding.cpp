@@ -170,7 +170,8 @@ NB_MODULE(_native, m) {
         self.forward({at<char>(kv), block_stride, at<char>(query), query_stride, at<char>(key), key_stride,
                       at<char>(value), value_stride, at<char>(out), out_stride}, batch, selection, hgca, fluxion);
       }, "kv"_a, "block_stride"_a, "query"_a, "query_stride"_a, "key"_a, "key_stride"_a, "value"_a, "value_stride"_a,
-           "out"_a, "out_stride"_a, "batch"_a, "selection"_a, "hgca"_a.none(), "fluxion"_a.none(), nb::call_guard<nb::gil_scoped_release>())
+           "out"_a, "out_stride"_a, "batch"_a, "selection"_a, "hgca"_a.none(), "fluxion"_a.none(),
+           nb::call_guard<nb::gil_scoped_release>())
       .def("summarize", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t blocks, int count) {
         self.summarize(at<char>(kv), block_stride, at<int32_t>(blocks), count);
       }, nb::call_guard<nb::gil_scoped_release>())

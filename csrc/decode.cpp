@@ -176,8 +176,8 @@ void Engine::rank_item(Item& item, int index, const Selection& selection) {
   if (item.open) take_next(item, index, selection);
 }
 
-// Items whose pages are known before any is read: dense, fixed and predicted budgets. One without a page has a span of none, so that
-// its rows are stored.
+// Items whose pages are known before any is read: dense, fixed and predicted budgets. One without a page has a span of none, so
+// that its rows are stored.
 void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
   int64_t total = 0;
   for (int i = 0; i < item_count_; ++i) {

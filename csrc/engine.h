@@ -99,8 +99,8 @@ class Engine {
  public:
   Engine(const Geometry& geometry, const Isa& isa, ThreadPool& pool);
 
-  // `hgca`, `fluxion`: null, or the layer's state, one of them at most, which then decides what decode rows read; needs batch.slots.
-  // Fluxion takes the retained set from the selection, and nothing else.
+  // `hgca`, `fluxion`: null, or the layer's state, one of them at most, which then decides what decode rows read; needs
+  // batch.slots. Fluxion takes the retained set from the selection, and nothing else.
   void forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca, FluxionLayer* fluxion);
   // Summarises every page of some blocks anew, for keys that something else has written.
   void summarize(char* kv, int64_t block_stride, const int32_t* blocks, int count);

@@ -33,8 +33,8 @@ void Engine::attend_fluxion(const LayerCall& call, const Batch& batch, const Sel
   if (item_count_ > 0) count_stats();
 }
 
-// Gives each sparse row the request's state, and lists those whose anchor is to be observed first: the prompt's last query, or, where
-// that is unknown or lies too far behind, the row's own.
+// Gives each sparse row the request's state, and lists those whose anchor is to be observed first: the prompt's last query, or,
+// where that is unknown or lies too far behind, the row's own.
 void Engine::choose_anchors(const LayerCall& call, const Batch& batch, const Selection& selection, FluxionLayer& layer) {
   anchors_.clear();
   int rows = 0;

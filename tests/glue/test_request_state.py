@@ -45,8 +45,8 @@ def test_finished_aborted_and_preempted_requests_lose_their_slots(worker: Hybrid
 
 def test_every_layer_of_fluxion_is_told_of_a_request_that_ends(worker: HybridSparseCPUWorker) -> None:
     worker._runtime = runtime = HostRuntime(HybridSparseConfig(policy="fluxion", num_threads=1))
-    shape = ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64)
-    layers = [runtime.fluxion_layer(index, shape) for index in range(2)]
+    runtime.use_model(ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64))
+    layers = [runtime.fluxion_layer(index) for index in range(2)]
     attention = runtime.attention(
         dtype=torch.float32, num_q_heads=9, num_kv_heads=3, head_dim=64, block_tokens=16, scale=0.125
     )

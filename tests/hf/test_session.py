@@ -160,11 +160,8 @@ def test_a_predictor_of_another_shape_is_refused(tmp_path: Path) -> None:
         ({"predictor": other, "window_tokens": 64}, "predictor=other.safetensors: made for layers=4, must be 3"),
         ({}, "hybrid_sparse.predictor: must be given"),
     ):
-        with (
-            SparseSession(model, HybridSparseConfig(policy="fluxion", **settings), max_tokens=1024),
-            pytest.raises(ConfigError, match=refusal),
-        ):
-            model(prompt())
+        with pytest.raises(ConfigError, match=refusal):
+            SparseSession(model, HybridSparseConfig(policy="fluxion", **settings), max_tokens=1024)
 
 
 def test_what_cannot_be_served_is_refused() -> None:

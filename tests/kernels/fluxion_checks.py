@@ -9,12 +9,20 @@ from torch import Tensor
 from tests.kernels.served_layer import Request, ServedLayer, Shape, Step
 from tests.tolerances import SCORE_TIE, assert_close
 from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
-from vllm_hybrid_sparse.kernels.fluxion.reference import FluxionSequence, FluxionStep, best_blocks
+from vllm_hybrid_sparse.kernels.fluxion.reference import (
+    FluxionSequence,
+    FluxionStep,
+    best_blocks,
+    block_bounds,
+    choose_budgets,
+    pages_of_blocks,
+)
 from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 from vllm_hybrid_sparse.policy.budget import GRANULARITIES
 from vllm_hybrid_sparse.predictor.features import FEATURES
 from vllm_hybrid_sparse.predictor.model import Predictor
+from vllm_hybrid_sparse.predictor.segments import Segments
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
 
 LAYER_INDEX, TAU = 3, 0.1
@@ -79,7 +87,8 @@ class MirroredFluxion:
         states = fluxion_layer(native, layer=LAYER_INDEX, tau=TAU, granularity=granularity)
         self.layer = ServedLayer(shape, num_blocks=num_blocks, fluxion=states)
         self.sequences: dict[int, FluxionSequence] = {}
-        self.excuses: list[str] = []
+        self.excuses: list[str] = []  # what differs because the reference itself is within rounding of it
+        self.anchors_on_a_limit = set[tuple[int, int]]()
         self.pages: list[list[list[int]]] = []  # of the last step, by request and KV head
         self.steps: list[FluxionStep | None] = []
 
@@ -127,49 +136,55 @@ class MirroredFluxion:
             return exact
         assert self.layer.fluxion is not None
         assert self.layer.fluxion.anchor_tokens(request.slot) == sequence.anchor_tokens
-        rows, out = query[0].reshape(len(keys), -1, query.shape[2]), []
+        features = self._compare_features(index, request, result)
+        chosen = choose_budgets(
+            self.predictor, features, len(keys), Segments.of(self.retained, len(request.key)), self.granularities
+        )
+        rows, out = query[0].reshape(len(keys), -1, query.shape[2]), list[Tensor]()
         self.pages.append([])
         for kv_head in range(len(keys)):
-            self._compare_features(index, kv_head, result)
-            pages = self._compare_pages(index, kv_head, len(request.key), result)
+            wanted = int(chosen.granularity[kv_head]), chosen.blocks[kv_head].tolist()
+            if (budgets := self.layer.attention.last_budgets(index, kv_head)) != wanted:
+                self.excuses.append(f"budgets {budgets}, not {wanted}")
+            pages = self._compare_pages(index, kv_head, rows[kv_head], keys[kv_head], *budgets)
             self.pages[-1].append(pages)
             read = [*self.retained.retained_pages(len(request.key)), *pages]
             out.append(attend_pages(rows[kv_head], keys[kv_head], values[kv_head], read, sequence.scale)[0])
         return torch.cat(out)[None]
 
-    def _compare_features(self, index: int, kv_head: int, result: FluxionStep) -> None:
-        features = self.layer.attention.last_features(index, kv_head)
-        group = len(features)
-        expected = result.features[kv_head * group : (kv_head + 1) * group]
+    def _compare_features(self, index: int, request: Request, result: FluxionStep) -> Tensor:
+        """The layer's features [q_heads, 41], which are the reference's."""
+        attention = self.layer.attention
+        features = torch.cat([attention.last_features(index, head) for head in range(attention.num_kv_heads)])
+        size = result.features.abs() + result.features.abs().mean(dim=0)  # a difference of large numbers may be small
+        error = (features - result.features).abs() / (size + 1e-3)
         tolerance = FEATURE_TOLERANCE[self.layer.shape.dtype]
-        size = expected.abs() + result.features.abs().mean(dim=0)  # a difference of large numbers may be small
-        error = (features - expected).abs() / (size + 1e-3)
-        budgets = error[:, BUDGET_COLUMNS]
+        if error[:, BUDGET_COLUMNS].max() > tolerance:  # an error on the limit: a block more or fewer
+            self.anchors_on_a_limit.add((request.slot, self.sequences[request.slot].anchor_tokens))
         error[:, BUDGET_COLUMNS] = 0
         assert error.max() < tolerance, {
-            FEATURES[column]: (features[row, column].item(), expected[row, column].item())
+            FEATURES[column]: (features[row, column].item(), result.features[row, column].item())
             for row, column in (error >= tolerance).nonzero().tolist()
         }
-        if budgets.max() > tolerance:  # an error on the limit: a block more or fewer
-            self.excuses.append(f"anchor budgets {features[:, BUDGET_COLUMNS]} and {expected[:, BUDGET_COLUMNS]}")
+        return features
 
-    def _compare_pages(self, index: int, kv_head: int, tokens: int, result: FluxionStep) -> list[int]:
-        """The pages that were read: by the reference's rule from the budgets, which differ only on a limit."""
-        attention = self.layer.attention
-        granularity, blocks = attention.last_budgets(index, kv_head)
-        pages = attention.last_plan(index, kv_head)
-        first_page, end_page = self.retained.candidate_range(tokens)
-        expected_blocks = result.budgets.blocks[kv_head].tolist()
-        if granularity != result.budgets.granularity[kv_head] or blocks != expected_blocks:
-            self.excuses.append(f"budgets {granularity} {blocks}, not {result.budgets.granularity} {expected_blocks}")
+    def _compare_pages(
+        self, index: int, kv_head: int, query: Tensor, key: Tensor, granularity: int, blocks: list[int]
+    ) -> list[int]:
+        """The pages that were read, which are those of the best blocks."""
+        segments = Segments.of(self.retained, len(key))
+        pages = self.layer.attention.last_plan(index, kv_head)
+        if granularity == 0:
+            assert not pages
             return pages
-        if pages != result.pages[kv_head]:
-            size = granularity // PAGE_TOKENS
-            chosen = sorted({(page - first_page) // size for page in pages})
-            differing = set(chosen) ^ set(best_blocks(result.scores[kv_head], blocks))
-            scores = result.scores[kv_head][:, sorted(differing)]
-            spread = (scores.amax(dim=1) - scores.amin(dim=1)).min()
-            assert spread < SCORE_TIE * scores.abs().max(), (pages, result.pages[kv_head])
-            self.excuses.append(f"blocks {sorted(differing)} tie within {spread:.1e}")
-        assert set(pages) <= set(range(first_page, end_page))
+        scores = block_bounds(query, key[segments.host], granularity)
+        best = best_blocks(scores, blocks)
+        first_page, size = segments.sink_end // PAGE_TOKENS, granularity // PAGE_TOKENS
+        if pages != [
+            first_page + page for page in pages_of_blocks(best, granularity, segments.host_tokens // PAGE_TOKENS)
+        ]:
+            differing = sorted({(page - first_page) // size for page in pages} ^ set(best))
+            spread = (scores[:, differing].amax(dim=1) - scores[:, differing].amin(dim=1)).min()
+            assert spread < SCORE_TIE * scores.abs().max(), (pages, best)
+            self.excuses.append(f"blocks {differing} tie within {spread:.1e}")
         return pages

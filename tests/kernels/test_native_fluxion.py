@@ -47,7 +47,7 @@ def test_requests_of_every_length_in_one_batch_on_every_instruction_set(
     # No window yet, a window that is exactly full, one page beyond it, and far beyond.
     rows = [(mirror.start(), length) for length in (7, 48, 64, 203, 700)]
     mirror.step(*rows)
-    granularities, read, candidates = set(), 0, 0
+    granularities, read, candidates = set[int](), 0, 0
     for _ in range(20):
         mirror.step(*((request, 1) for request, _ in rows))
         for step in filter(None, mirror.steps):
@@ -56,7 +56,8 @@ def test_requests_of_every_length_in_one_batch_on_every_instruction_set(
         candidates += sum(len(range(*RETAINED.candidate_range(len(r.key)))) for r, _ in rows) * shape.num_kv_heads
     assert 0 < read < candidates
     assert len(granularities) > 1
-    assert len(mirror.excuses) <= 20, mirror.excuses  # of some 60 to 140 rows of KV heads
+    assert len(mirror.excuses) <= 3, mirror.excuses
+    assert len(mirror.anchors_on_a_limit) <= (1 if dtype == torch.float32 else 4)
 
 
 @pytest.mark.parametrize("granularity", [16, 32, 64, 128])
@@ -66,7 +67,7 @@ def test_a_granularity_that_is_asked_for_is_kept(isa: str, granularity: int) -> 
     )
     request = mirror.start()
     mirror.step((request, 333))
-    seen = set()
+    seen = set[int]()
     for _ in range(20):
         mirror.step((request, 1))
         assert mirror.steps[0] is not None
@@ -81,7 +82,7 @@ def test_a_request_that_grows_token_by_token_from_its_first() -> None:
     for _ in range(150):
         mirror.step((request, 1))
     assert any(mirror.pages[0])
-    assert len(mirror.excuses) < 5, mirror.excuses
+    assert len(mirror.excuses) <= 3, mirror.excuses
 
 
 @pytest.mark.parametrize("retained", [RetainedSet(sink_tokens=0, window_tokens=16), RetainedSet(window_tokens=144)])
@@ -92,7 +93,7 @@ def test_other_windows(retained: RetainedSet) -> None:
     for _ in range(36):
         mirror.step(*((request, 1) for request in requests))
     assert any(mirror.pages[-1])
-    assert len(mirror.excuses) < 5, mirror.excuses
+    assert len(mirror.excuses) <= 3, mirror.excuses
 
 
 def test_an_appended_turn_and_an_anchor_that_has_served_are_followed_by_a_new_anchor() -> None:
@@ -100,7 +101,7 @@ def test_an_appended_turn_and_an_anchor_that_has_served_are_followed_by_a_new_an
     request = mirror.start()
     mirror.step((request, 100))
     assert mirror.layer.fluxion is not None
-    anchors = []
+    anchors = list[int]()
     for turn in (5, 1, 40):
         mirror.step((request, turn), decode=False)
         before = len(request.key)
@@ -160,7 +161,7 @@ def test_what_was_read_is_counted() -> None:
 
 
 def test_threads_do_not_change_what_is_read() -> None:
-    outputs, plans = [], []
+    outputs, plans = list[torch.Tensor](), list[list[list[list[int]]]]()
     for threads in (1, 2, 5):
         mirror = MirroredFluxion(
             small(num_threads=threads), some_predictor(small(num_threads=threads), RETAINED), RETAINED, num_blocks=200

@@ -66,8 +66,9 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         )
         self._selection = self._runtime.selection
         self._hgca = self._runtime.hgca_layer(self._attention)
-        self._model_shape = model_shape(vllm_config) if self._runtime.settings.prediction is not None else None
-        self._fluxion: _native.FluxionLayer | None = None  # made at the first call, which knows the layer's index
+        if self._runtime.settings.prediction is not None:
+            self._runtime.use_model(model_shape(vllm_config))
+        self._fluxion: _native.FluxionLayer | None = None  # made at the first call, which names the layer
 
     def forward(
         self,
@@ -91,8 +92,8 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             raise ConfigError(
                 "output_scale: fused output quantisation is not supported (attention backend hybrid_sparse)"
             )
-        if self._model_shape is not None and self._fluxion is None:
-            self._fluxion = self._runtime.fluxion_layer(extract_layer_index(layer.layer_name), self._model_shape)
+        if self._fluxion is None and self._runtime.settings.prediction is not None:
+            self._fluxion = self._runtime.fluxion_layer(extract_layer_index(layer.layer_name))
         if attn_metadata is None:  # vLLM's profiling run
             return output.zero_()
         if self._runtime.loaded_blocks is not None and self._appends:

@@ -62,7 +62,7 @@ class SparseSession:
     watch        called after every decode row of every layer
 
     Raises ConfigError for what the kernels cannot serve: batches of more than one sequence, another device than the
-    CPU, sliding-window layers, a sequence beyond max_tokens.
+    CPU, sliding-window layers, a sequence beyond max_tokens, with policy fluxion a model that no predictor was made for.
     """
 
     _current: "SparseSession | None" = None
@@ -80,6 +80,8 @@ class SparseSession:
         if model.device.type != "cpu":
             raise ConfigError(f"device={model.device}: must be cpu")
         self.runtime = HostRuntime(settings)
+        if settings.prediction is not None:
+            self.runtime.use_model(model_shape(model.config.get_text_config()))
         self._model = model
         self._blocks = math.ceil(max_tokens / _BLOCK_TOKENS)
         self._max_tokens = max_tokens
@@ -218,14 +220,9 @@ class SparseSession:
             block_bytes = key.shape[0] * attention.layout.head_block_bytes
             kv_cache = torch.empty(self._blocks, block_bytes, dtype=torch.uint8)
             self._layers[index] = _Layer(
-                attention, kv_cache, self.runtime.hgca_layer(attention), self._fluxion_layer(index)
+                attention, kv_cache, self.runtime.hgca_layer(attention), self.runtime.fluxion_layer(index)
             )
         return self._layers[index]
-
-    def _fluxion_layer(self, index: int) -> _native.FluxionLayer | None:
-        if self.runtime.settings.prediction is None:
-            return None
-        return self.runtime.fluxion_layer(index, model_shape(self._model.config.get_text_config()))
 
 
 def _attend(

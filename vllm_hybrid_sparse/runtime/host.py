@@ -84,18 +84,21 @@ class HostRuntime:
         self.requests.attach(layer)
         return layer
 
-    def fluxion_layer(self, layer: int, shape: ModelShape) -> _native.FluxionLayer | None:
-        """What one layer keeps of the requests for Fluxion, by the slots of `requests`; None under another policy.
+    def use_model(self, shape: ModelShape) -> None:
+        """Read the predictor, where the policy has one, before `fluxion_layer` is asked; again for the same model is free.
 
-        layer    index in the model, from 0
         raises   ConfigError where no predictor serves a model of this shape with these settings
         """
+        if self.settings.prediction is not None and self._predictor is None:
+            predictor, origin = choose_predictor(self.settings.prediction, shape, self.settings.retained)
+            self._predictor = native_predictor(predictor), origin.tau
+
+    def fluxion_layer(self, layer: int) -> _native.FluxionLayer | None:
+        """What one layer, counted from 0, keeps of the requests for Fluxion, by their slots; None under another policy."""
         prediction = self.settings.prediction
         if prediction is None:
             return None
-        if self._predictor is None:
-            predictor, origin = choose_predictor(prediction, shape, self.settings.retained)
-            self._predictor = native_predictor(predictor), origin.tau
+        assert self._predictor is not None
         native, tau = self._predictor
         states = fluxion_layer(native, layer=layer, tau=tau, granularity=prediction.granularity)
         self.requests.attach(states)

@@ -1,5 +1,7 @@
 """What the CPU kernel (`csrc/fluxion.cpp`, `csrc/anchor.cpp`) needs for Fluxion: the predictor, a layer's states."""
 
+from itertools import pairwise
+
 import torch
 
 from vllm_hybrid_sparse import _native
@@ -17,7 +19,12 @@ def native_predictor(predictor: Predictor) -> _native.HeadPredictor:
     statistics = {
         name: getattr(predictor, name) for name in ("feature_mean", "feature_std", "target_mean", "target_std")
     }
-    wanted = [(len(FEATURES),)] * 2 + [(2,)] * 2 + list(zip(sizes[1:], sizes, strict=False)) + [(n,) for n in sizes[1:]]
+    wanted: list[tuple[int, ...]] = [
+        *[(len(FEATURES),)] * 2,
+        *[(2,)] * 2,
+        *((outputs, inputs) for inputs, outputs in pairwise(sizes)),
+        *((outputs,) for outputs in sizes[1:]),
+    ]
     tensors = [*statistics.values(), *weights, *biases]
     if [tuple(tensor.shape) for tensor in tensors] != wanted:
         raise KernelError(f"predictor={[tuple(tensor.shape) for tensor in tensors]}: must be {wanted}")

@@ -89,19 +89,10 @@ class FluxionSequence:
         computed = [in_compute_dtype(tensor) for tensor in (query, keys, values)]
         states = attend_retained(*computed, self.scale, segments)
         features = decode_features(anchor, computed[0], self.scale, states, segments)
-        heads = self.predictor.predict(features)
-        groups = (keys.shape[0], -1)
-        budgets = select_budgets(
-            heads.base_budget.reshape(groups).numpy(),
-            heads.growth.reshape(groups).numpy(),
-            (heads.streaming >= STREAMING_PROBABILITY).reshape(groups).numpy(),
-            segments.host_tokens,
-            self.granularities,
-        )
-        scores, pages, out = [], [], []
-        for kv_head, (rows, key, value) in enumerate(
-            zip(query.reshape(*groups, query.shape[1]), keys, values, strict=True)
-        ):
+        budgets = choose_budgets(self.predictor, features, len(keys), segments, self.granularities)
+        scores, pages, out = list[Tensor](), list[list[int]](), list[Tensor]()
+        heads = query.reshape(len(keys), -1, query.shape[1])
+        for kv_head, (rows, key, value) in enumerate(zip(heads, keys, values, strict=True)):
             host, first_page = key[segments.host], segments.sink_end // PAGE_TOKENS
             blk = int(budgets.granularity[kv_head])
             scores.append(block_bounds(rows, host, blk) if blk else torch.empty(len(rows), 0))
@@ -110,6 +101,18 @@ class FluxionSequence:
             read = [*self.retained.retained_pages(keys.shape[1]), *pages[-1]]
             out.append(attend_pages(rows, key, value, read, self.scale)[0])
         return FluxionStep(features, budgets, scores, pages, torch.cat(out))
+
+
+def choose_budgets(
+    predictor: Predictor, features: Tensor, kv_heads: int, segments: Segments, granularities: Sequence[int]
+) -> GroupBudgets:
+    """What each group of a layer reads, from the features [q_heads, 41] of its heads."""
+    heads = predictor.predict(features)
+    base_budget, growth, streaming = (
+        part.reshape(kv_heads, -1).numpy()
+        for part in (heads.base_budget, heads.growth, heads.streaming >= STREAMING_PROBABILITY)
+    )
+    return select_budgets(base_budget, growth, streaming, segments.host_tokens, granularities)
 
 
 def block_bounds(query: Tensor, host_keys: Tensor, granularity: int) -> Tensor:
