@@ -62,7 +62,7 @@ class SparseSession:
     watch        called after every decode row of every layer
 
     Raises ConfigError for what the kernels cannot serve: batches of more than one sequence, another device than the
-    CPU, sliding-window layers, a sequence beyond max_tokens, with policy fluxion a model that no predictor was made for.
+    CPU, sliding-window layers, a sequence beyond max_tokens, with policy fluxion a model without a predictor.
     """
 
     _current: "SparseSession | None" = None

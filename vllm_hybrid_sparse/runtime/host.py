@@ -85,7 +85,7 @@ class HostRuntime:
         return layer
 
     def use_model(self, shape: ModelShape) -> None:
-        """Read the predictor, where the policy has one, before `fluxion_layer` is asked; again for the same model is free.
+        """Read the predictor, where the policy has one, before `fluxion_layer` is asked. Calls after the first do nothing.
 
         raises   ConfigError where no predictor serves a model of this shape with these settings
         """
@@ -94,7 +94,7 @@ class HostRuntime:
             self._predictor = native_predictor(predictor), origin.tau
 
     def fluxion_layer(self, layer: int) -> _native.FluxionLayer | None:
-        """What one layer, counted from 0, keeps of the requests for Fluxion, by their slots; None under another policy."""
+        """What one layer, from 0, keeps of the requests for Fluxion, by their slots; None under another policy."""
         prediction = self.settings.prediction
         if prediction is None:
             return None
