@@ -85,7 +85,7 @@ class HostRuntime:
         return layer
 
     def use_model(self, shape: ModelShape) -> None:
-        """Read the predictor, where the policy has one, before `fluxion_layer` is asked. Calls after the first do nothing.
+        """Read the predictor, where the policy has one, before `fluxion_layer` is asked. Later calls do nothing.
 
         raises   ConfigError where no predictor serves a model of this shape with these settings
         """
