@@ -19,10 +19,12 @@ void put_moments(const std::vector<float>& sample, float* out) {
   const double mean = sums[0] / count;
   for (const float x : sample) sums[1] += (x - mean) * (x - mean);
   const double deviation = std::max(std::sqrt(sums[1] / count), static_cast<double>(kTinyNorm));
+  const double factor = 1.0 / deviation;
   for (const float x : sample) {
-    const double standard = (x - mean) / deviation;
-    sums[2] += standard * standard * standard;
-    sums[3] += standard * standard * standard * standard;
+    const double standard = (x - mean) * factor;
+    const double cube = standard * standard * standard;
+    sums[2] += cube;
+    sums[3] += cube * standard;
   }
   out[0] = static_cast<float>(mean);
   for (int i = 1; i < 4; ++i) out[i] = static_cast<float>(sums[i] / count);
@@ -188,10 +190,9 @@ void Engine::observe_host(const LayerCall& call, const Batch& batch, int index) 
   std::copy(mean_key.begin(), mean_key.end(), anchor.state->key_mean.begin() + int64_t{head} * head_dim);
   put_all(feature::mean_key_norm, norm(mean_key));
   put_all(feature::mean_value_norm, norm(mean_value));
-  for (int g = 0; g < group; ++g) {
-    put_moments(key_norms, row(g) + feature::key_norm_mean);
-    put_moments(value_norms, row(g) + feature::value_norm_mean);
-  }
+  put_moments(key_norms, row(0) + feature::key_norm_mean);
+  put_moments(value_norms, row(0) + feature::value_norm_mean);
+  for (int g = 1; g < group; ++g) std::copy_n(row(0) + feature::key_norm_mean, 8, row(g) + feature::key_norm_mean);
   observe_budgets(call, batch, index);
 }
 
@@ -214,9 +215,10 @@ void Engine::observe_budgets(const LayerCall& call, const Batch& batch, int inde
     const float factor = std::exp(of_state[g] - lse(all, g));
     const float weight = of_state[group + g] * factor;
     const float* out = of_state + 3 * group + int64_t{g} * head_dim;
-    const float* full = all + 3 * group + int64_t{g} * head_dim;
+    const float* full = all + 3 * group + int64_t{g} * head_dim;  // times the sum of its weights
+    const float share = weight / all[group + g];
     weight_and_deviation[0] = weight;
-    for (int d = 0; d < head_dim; ++d) weight_and_deviation[1 + d] = out[d] * factor - weight * full[d] / all[group + g];
+    for (int d = 0; d < head_dim; ++d) weight_and_deviation[1 + d] = out[d] * factor - share * full[d];
   };
   std::vector<float> scores(group * tokens), page_state(state_floats(group));
   std::vector<float> parts(int64_t{group} * pages * (1 + head_dim));  // [group][pages] weight and deviation

@@ -63,32 +63,45 @@ static void to_float(const void* in, int count, float* out) {
   for (int i = 0; i < count; i += 16) store(out + i, T::load_elements(elements + i * sizeof(typename T::Element)));
 }
 
+// One register of a page holds 16 tokens (K) or dims (V), of a 2-byte pair layout two of them.
+template <class T>
+static inline void load_pair(const char* p, vf& first, vf& second) {
+  if constexpr (T::pack == 2) {
+    load_bf16_pairs(p, first, second);
+  } else {
+    first = T::load_elements(p);
+    second = zero();
+  }
+}
+
 template <class T>
 static void page_norms(const char* page, int head_dim, float* key_squares, float* value_squares, float* key_sum,
                        float* value_sum) {
-  using Element = typename T::Element;
-  const Element* keys = reinterpret_cast<const Element*>(page);
-  const Element* values = keys + int64_t{kPageTokens} * head_dim;
-  for (int t = 0; t < kPageTokens; ++t) key_squares[t] = value_squares[t] = 0.0f;
-  for (int d = 0; d < head_dim; ++d) key_sum[d] = value_sum[d] = 0.0f;
+  constexpr int64_t kRegisterBytes = 16 * T::pack * sizeof(typename T::Element);
+  vf squares = zero();
   for (int d = 0; d < head_dim; d += T::pack) {
-    const Element* step = keys + int64_t{d} * kPageTokens;
-    for (int t = 0; t < kPageTokens; ++t) {
-      for (int i = 0; i < T::pack; ++i) {
-        const float x = T::to_float(step[t * T::pack + i]);
-        key_squares[t] += x * x;
-        key_sum[d + i] += x;
-      }
+    vf x[2];
+    load_pair<T>(page + d / T::pack * kRegisterBytes, x[0], x[1]);
+    for (int i = 0; i < T::pack; ++i) {
+      squares = fma(x[i], x[i], squares);
+      key_sum[d + i] = reduce_add(x[i]);
     }
   }
+  store(key_squares, squares);
+  const char* values = page + int64_t{kPageTokens} * head_dim * sizeof(typename T::Element);
+  for (int d = 0; d < head_dim; d += 16) store(value_sum + d, zero());
   for (int t = 0; t < kPageTokens; t += T::pack) {
-    const Element* step = values + int64_t{t} * head_dim;
-    for (int d = 0; d < head_dim; ++d) {
+    vf of_token[2] = {zero(), zero()};
+    for (int d = 0; d < head_dim; d += 16) {
+      vf x[2];
+      load_pair<T>(values + (t / T::pack * int64_t{head_dim} + d) / 16 * kRegisterBytes, x[0], x[1]);
+      vf sum = load(value_sum + d);
       for (int i = 0; i < T::pack; ++i) {
-        const float x = T::to_float(step[d * T::pack + i]);
-        value_squares[t + i] += x * x;
-        value_sum[d] += x;
+        of_token[i] = fma(x[i], x[i], of_token[i]);
+        sum = add(sum, x[i]);
       }
+      store(value_sum + d, sum);
     }
+    for (int i = 0; i < T::pack; ++i) value_squares[t + i] = reduce_add(of_token[i]);
   }
 }

@@ -86,9 +86,10 @@ class FluxionSequence:
 
     def _select_and_attend(self, anchor: Anchor, query: Tensor, keys: Tensor, values: Tensor) -> FluxionStep:
         segments = Segments.of(self.retained, keys.shape[1])
-        computed = [in_compute_dtype(tensor) for tensor in (query, keys, values)]
-        states = attend_retained(*computed, self.scale, segments)
-        features = decode_features(anchor, computed[0], self.scale, states, segments)
+        states = attend_retained(
+            in_compute_dtype(query), in_compute_dtype(keys), in_compute_dtype(values), self.scale, segments
+        )
+        features = decode_features(anchor, query, self.scale, states, segments)
         budgets = choose_budgets(self.predictor, features, len(keys), segments, self.granularities)
         scores, pages, out = list[Tensor](), list[list[int]](), list[Tensor]()
         heads = query.reshape(len(keys), -1, query.shape[1])
