@@ -107,6 +107,32 @@ NB_MODULE(_native, m) {
       .def("salient", &HgcaLayer::salient, "slot"_a, "kv_head"_a)
       .def("averages", &HgcaLayer::averages, "slot"_a, "kv_head"_a);
 
+  m.def("features", [] {
+#define HYBRID_SPARSE_NAME(name) #name,
+    return std::vector<std::string>{HYBRID_SPARSE_FEATURES(HYBRID_SPARSE_NAME)};
+#undef HYBRID_SPARSE_NAME
+  }, "Names of the columns that HeadPredictor takes.");
+
+  nb::class_<HeadPredictor>(m, "HeadPredictor")
+      .def("__init__", [](HeadPredictor* self, uintptr_t feature_mean, uintptr_t feature_std, uintptr_t target_mean,
+                          uintptr_t target_std, const std::vector<uintptr_t>& weights, const std::vector<uintptr_t>& biases) {
+        const auto floats = [](const std::vector<uintptr_t>& addresses) {
+          std::vector<const float*> result;
+          for (const uintptr_t address : addresses) result.push_back(at<float>(address));
+          return result;
+        };
+        new (self) HeadPredictor(at<float>(feature_mean), at<float>(feature_std), at<float>(target_mean),
+                                 at<float>(target_std), floats(weights), floats(biases));
+      }, nb::kw_only(), "feature_mean"_a, "feature_std"_a, "target_mean"_a, "target_std"_a, "weights"_a, "biases"_a);
+
+  nb::class_<FluxionLayer>(m, "FluxionLayer")
+      .def("__init__", [](FluxionLayer* self, const HeadPredictor& predictor, int layer, float tau, int granularity) {
+        new (self) FluxionLayer(predictor, FluxionRule{layer, tau, granularity});
+      }, nb::kw_only(), "predictor"_a, "layer"_a, "tau"_a, "granularity"_a, nb::keep_alive<1, 2>())
+      .def("release", &FluxionLayer::release, "slot"_a)
+      .def("anchor", &FluxionLayer::anchor, "slot"_a)
+      .def("anchor_tokens", &FluxionLayer::anchor_tokens, "slot"_a);
+
   nb::class_<Selection>(m, "Selection")
       .def(nb::new_([](bool ranked, double budget_ratio, int max_pages, float threshold, int microbatch_pages,
                        bool estimated_remainder, int sink_tokens, int window_tokens) {
@@ -128,7 +154,9 @@ NB_MODULE(_native, m) {
       .def_ro("microbatches", &Stats::microbatches)
       .def_ro("judged", &Stats::judged)
       .def_ro("kept_mass", &Stats::kept_mass)
-      .def_ro("stopped_early", &Stats::stopped_early);
+      .def_ro("stopped_early", &Stats::stopped_early)
+      .def_ro("streaming", &Stats::streaming)
+      .def_ro("anchor_pages", &Stats::anchor_pages);
 
   nb::class_<Engine>(m, "Engine")
       .def("__init__", [](Engine* self, const Layout& layout, int q_heads, int kv_heads, float scale,
@@ -138,15 +166,19 @@ NB_MODULE(_native, m) {
       .def_prop_ro("isa", [](const Engine& self) { return std::string(self.isa().name); })
       .def("forward", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride,
                          uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride, uintptr_t out,
-                         int64_t out_stride, const Batch& batch, const Selection& selection, HgcaLayer* hgca) {
+                         int64_t out_stride, const Batch& batch, const Selection& selection, HgcaLayer* hgca,
+                         FluxionLayer* fluxion) {
         self.forward({at<char>(kv), block_stride, at<char>(query), query_stride, at<char>(key), key_stride,
-                      at<char>(value), value_stride, at<char>(out), out_stride}, batch, selection, hgca);
+                      at<char>(value), value_stride, at<char>(out), out_stride}, batch, selection, hgca, fluxion);
       }, "kv"_a, "block_stride"_a, "query"_a, "query_stride"_a, "key"_a, "key_stride"_a, "value"_a, "value_stride"_a,
-           "out"_a, "out_stride"_a, "batch"_a, "selection"_a, "hgca"_a.none(), nb::call_guard<nb::gil_scoped_release>())
+           "out"_a, "out_stride"_a, "batch"_a, "selection"_a, "hgca"_a.none(), "fluxion"_a.none(),
+           nb::call_guard<nb::gil_scoped_release>())
       .def("summarize", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t blocks, int count) {
         self.summarize(at<char>(kv), block_stride, at<int32_t>(blocks), count);
       }, nb::call_guard<nb::gil_scoped_release>())
       .def("stats", &Engine::stats, nb::rv_policy::copy)
       .def("reset_stats", &Engine::reset_stats)
-      .def("last_plan", &Engine::last_plan, "request"_a, "kv_head"_a);
+      .def("last_plan", &Engine::last_plan, "request"_a, "kv_head"_a)
+      .def("last_features", &Engine::last_features, "request"_a, "kv_head"_a)
+      .def("last_budgets", &Engine::last_budgets, "request"_a, "kv_head"_a);
 }

@@ -33,9 +33,7 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
     const int seq_len = batch.seq_lens[r];
     if (seq_len <= 0) continue;
     const int pages = (seq_len + kPageTokens - 1) / kPageTokens;
-    int begin = selection.sink_tokens / kPageTokens;
-    int end = std::max(0, seq_len - selection.window_tokens) / kPageTokens;
-    if (end < begin) begin = end = 0;
+    const auto [begin, end] = selection.candidates(seq_len);
     const int candidates = end - begin;
     const int budget = selection.budget(candidates);
     const bool sparse = batch.decode[r] && candidates > 0;
@@ -51,16 +49,14 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
       item.pages = pages;
       item.candidate_begin = begin;
       item.candidate_end = end;
-      item.ranked = ranked;
+      item.ranked = false;
+      item.anchor = nullptr;
       item.progressive = progressive;
       item.budget = ranked ? budget : candidates;
       item.score_offset = scores;
       item.order.clear();
       item.retained.clear();
-      if (ranked) {
-        for (int p = 0; p < begin; ++p) item.retained.push_back(p);
-        for (int p = end; p < pages; ++p) item.retained.push_back(p);
-      }
+      if (ranked) set_ranked(item);
       item.open = progressive;
       item.left = candidates;
       item.wasted = 0;
@@ -72,6 +68,13 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
     }
   }
   if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(scores);
+}
+
+// Whatever the item reads of its candidates is chosen by rank; the retained set is attended beside it.
+void Engine::set_ranked(Item& item) const {
+  item.ranked = true;
+  for (int p = 0; p < item.candidate_begin; ++p) item.retained.push_back(p);
+  for (int p = item.candidate_end; p < item.pages; ++p) item.retained.push_back(p);
 }
 
 // The operands of scoring, once for every query row: all tasks that score a request's pages share them.
@@ -173,14 +176,14 @@ void Engine::rank_item(Item& item, int index, const Selection& selection) {
   if (item.open) take_next(item, index, selection);
 }
 
-// Items whose pages are known before any is read: dense and fixed budgets.
+// Items whose pages are known before any is read: dense, fixed and predicted budgets. One without a page has a span of none, so
+// that its rows are stored.
 void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
   int64_t total = 0;
   for (int i = 0; i < item_count_; ++i) {
     const Item& item = items_[i];
     if (!item.progressive) total += item.ranked ? item.budget : item.pages;
   }
-  if (total == 0) return;
   const int64_t parts = pool_.size() == 1 ? 1 : int64_t{kSpansPerThread} * pool_.size();
   const int span_pages =
       pool_.size() == 1 ? std::numeric_limits<int>::max()
@@ -192,7 +195,7 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
     if (item.progressive) continue;
     const int pages = item.ranked ? item.budget : item.pages;
     item.first_state = states;
-    item.states = (pages - 1) / span_pages + 1;
+    item.states = std::max(pages - 1, 0) / span_pages + 1;
     item.pending = item.states;
     for (int s = 0; s < item.states; ++s) {
       const int begin = static_cast<int>(int64_t{pages} * s / item.states);
@@ -200,6 +203,7 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
       spans_.push_back({i, item.ranked ? item.order.data() + begin : nullptr, begin, end - begin, states++});
     }
   }
+  if (spans_.empty()) return;
   run_spans(call, batch, [&](int index) { finish_item(call, items_[index], index); });
 }
 
@@ -262,7 +266,9 @@ void Engine::count_stats() {
     stats_.pages_candidate += candidates;
     stats_.pages_read += item.pages - candidates + selected;
     stats_.pages_wasted += item.wasted;
-    stats_.summaries_scored += item.ranked ? candidates : 0;
+    const bool streams = item.anchor && item.granularity == 0;
+    stats_.summaries_scored += item.ranked && !streams ? candidates : 0;
+    stats_.streaming += streams;
     if (item.progressive) {
       ++stats_.judged;
       stats_.kept_mass += item.kept;

@@ -22,16 +22,25 @@ int Selection::budget(int candidates) const {
   return std::min({share, limit, candidates});
 }
 
+CandidatePages Selection::candidates(int seq_len) const {
+  const int begin = sink_tokens / kPageTokens;
+  const int end = std::max(0, seq_len - window_tokens) / kPageTokens;
+  return end < begin ? CandidatePages{0, 0} : CandidatePages{begin, end};
+}
+
 Engine::Engine(const Geometry& geometry, const Isa& isa, ThreadPool& pool)
     : geometry_(geometry), isa_(isa), kernels_(*isa.by_dtype[static_cast<int>(geometry.layout.dtype)]), pool_(pool) {}
 
-void Engine::forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca) {
+void Engine::forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca,
+                     FluxionLayer* fluxion) {
   pool_.session([&] {
     if (call.key) append(call, batch);
     attend_exact(call, batch);
     if (hgca) {
       attend_hgca(call, batch, *hgca);
       reevaluate(call, batch, *hgca);
+    } else if (fluxion) {
+      attend_fluxion(call, batch, selection, *fluxion);
     } else {
       attend_decode(call, batch, selection);
     }

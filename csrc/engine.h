@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "fluxion_state.h"
 #include "hgca_state.h"
 #include "kernel_table.h"
 #include "layout.h"
@@ -35,7 +36,14 @@ struct Batch {
   int64_t block_table_stride = 0;
   const int64_t* slot_mapping = nullptr;  // [tokens]; negative: not stored
   const uint8_t* decode = nullptr;        // [requests]; 1: one query token, sparse; 0: exact
-  const int32_t* slots = nullptr;         // [requests]; where a layer keeps the request's state (HgcaLayer); null: nowhere
+  const int32_t* slots = nullptr;         // [requests]; where a layer keeps the request's state, if it does; null: nowhere
+};
+
+// The pages of a sequence outside the retained set: [begin, end).
+struct CandidatePages {
+  int begin;
+  int end;
+  int count() const { return end - begin; }
 };
 
 // Which candidate pages a decode row reads: an order and rules for where to stop. Every policy is one of these
@@ -53,6 +61,7 @@ struct Selection {
   int window_tokens = kPageTokens;
 
   int budget(int candidates) const;
+  CandidatePages candidates(int seq_len) const;
   // Reads in microbatches: with a threshold, and where nothing limits the reading (PSA with a threshold of 1).
   bool progressive() const { return ranked && (threshold < 1.0f || (budget_ratio >= 1.0 && max_pages == 0)); }
 };
@@ -83,14 +92,17 @@ struct Stats {
   int64_t judged = 0;             // items of progressive selection: those with an estimate of the kept mass
   double kept_mass = 0.0;         // sum over them of the estimate at the stop, lowest head of the group
   int64_t stopped_early = 0;      // items
+  int64_t streaming = 0;          // items that Fluxion lets read nothing beside the retained set
+  int64_t anchor_pages = 0;       // read to observe anchors (Fluxion), beside pages_read
 };
 
 class Engine {
  public:
   Engine(const Geometry& geometry, const Isa& isa, ThreadPool& pool);
 
-  // `hgca`: null, or the layer's state, which then decides what decode rows read; needs batch.slots.
-  void forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca);
+  // `hgca`, `fluxion`: null, or the layer's state, one of them at most, which then decides what decode rows read; needs
+  // batch.slots. Fluxion takes the retained set from the selection, and nothing else.
+  void forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca, FluxionLayer* fluxion);
   // Summarises every page of some blocks anew, for keys that something else has written.
   void summarize(char* kv, int64_t block_stride, const int32_t* blocks, int count);
 
@@ -100,6 +112,9 @@ class Engine {
   void reset_stats() { stats_ = {}; }
   // Candidate pages read by the last call's decode row of the request and KV head, in reading order.
   std::vector<int32_t> last_plan(int request, int kv_head) const;
+  // Fluxion's, of the same: [group][feature::count]; granularity and then [group] blocks. Empty for a row that read everything.
+  std::vector<float> last_features(int request, int kv_head) const;
+  std::vector<int32_t> last_budgets(int request, int kv_head) const;
 
  private:
   struct RowBlock {  // exact rows: query tokens of one request against one KV head
@@ -140,6 +155,9 @@ class Engine {
     std::vector<float> lse_min;     // [group]
     std::vector<float> estimated_lse;  // [group] of all candidates
     std::vector<double> unread;        // [group] estimated share of the candidates' weight that `order` leaves out
+    FluxionRequest* anchor;            // Fluxion's state of the request; null: the row reads what the selection says
+    int first_row;                     // anchor: of head_features_ and what goes with them
+    int granularity;                   // anchor: tokens of a logical block, 0 where all heads stream
   };
   struct Span {  // one task: of attention for one item, of scoring for all items of a request
     int item;    // scoring: the first
@@ -171,6 +189,15 @@ class Engine {
     int count;
     int state;
   };
+  struct Anchor {  // of one request, to be observed
+    int request;
+    int tokens;  // of the sequence that ends with it
+    CandidatePages candidates;
+    FluxionRequest* state;
+    std::vector<float> output_norms = {};  // [q_heads] of full attention
+    float tolerance = 0.0f;                // tau times the largest
+    int pages() const { return (tokens + kPageTokens - 1) / kPageTokens; }
+  };
   struct Reevaluation {  // of one request with new rows, one KV head
     int request;
     int head;
@@ -190,6 +217,7 @@ class Engine {
   void run_row_block(const LayerCall& call, const Batch& batch, const RowBlock& block, int split);
   void attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection);
   void collect_items(const Batch& batch, const Selection& selection);
+  void set_ranked(Item& item) const;
   void prepare_summary_queries(const LayerCall& call);
   void score_and_attend_retained(const LayerCall& call, const Batch& batch);
   void rank(const Selection& selection);
@@ -237,6 +265,23 @@ class Engine {
   void begin_averages(const LayerCall& call, const Batch& batch, const HgcaLayer& layer, const Reevaluation& of);
   void score_tokens(const PageTable& table, const Reevaluation& of, int g, const int32_t* pages, int page_begin, int count,
                     float* scores, int64_t stride);
+  void attend_fluxion(const LayerCall& call, const Batch& batch, const Selection& selection, FluxionLayer& layer);
+  void choose_anchors(const LayerCall& call, const Batch& batch, const Selection& selection, FluxionLayer& layer);
+  void keep_query(const LayerCall& call, int token, FluxionRequest& state) const;
+  void keep_last_queries(const LayerCall& call, const Batch& batch, FluxionLayer& layer);
+  void observe_anchors(const LayerCall& call, const Batch& batch, const FluxionLayer& layer);
+  const void* const* anchor_queries(const Anchor& anchor, int head) const;
+  void attend_anchor(const LayerCall& call, const Batch& batch, const FluxionLayer& layer, int index);
+  void observe_host(const LayerCall& call, const Batch& batch, int index);
+  void observe_budgets(const LayerCall& call, const Batch& batch, int index);
+  void attend_segments(const LayerCall& call, const Batch& batch);
+  void describe_heads(const LayerCall& call, Item& item, int index);
+  float output_norm(const float* of_state, int row) const;
+  void predict_budgets(const FluxionLayer& layer);
+  void choose_blocks(const LayerCall& call, const Batch& batch);
+  int num_blocks(const Item& item) const;
+  void score_block_span(const LayerCall& call, const Batch& batch, const Span& span);
+  void take_blocks(Item& item);
   void count_stats();
 
   PageTable page_table(const LayerCall& call, const Batch& batch, int request, int head) const;
@@ -273,6 +318,12 @@ class Engine {
   std::vector<Reevaluation> reevaluations_;
   std::vector<float> part_lse_;
   std::vector<float> host_weights_;
+  std::vector<Anchor> anchors_;
+  int predicted_rows_ = 0;  // query heads of the call that have a budget predicted; what follows grows only
+  std::vector<float> head_features_;             // [rows][feature::count]
+  std::vector<float> bound_operands_;            // [rows][2 head_dim] (BlockScoreArgs)
+  std::vector<HeadProperties> head_properties_;  // [rows]
+  std::vector<int32_t> head_blocks_;             // [rows] logical blocks to select
 };
 
 }  // namespace hybrid_sparse

@@ -21,6 +21,8 @@ namespace {
 #include "attend.inl"
 #include "salience.inl"
 #include "code_ops.inl"
+#include "block_ops.inl"
+#include "dense_layer.inl"
 #include "page_ops.inl"
 }  // namespace
 }  // namespace hybrid_sparse

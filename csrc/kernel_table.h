@@ -47,6 +47,34 @@ struct ScoreArgs {
   int64_t row_stride;
 };
 
+// Query rows against logical blocks of whole pages of one KV head, by the min/max summaries of these pages (Quest): the bound of
+// block b is over the pages [page_begin + b * block_pages, … + block_pages), cut off at page_end.
+struct BlockScoreArgs {
+  const float* const* queries;  // [rows] the row's positive elements, then its negative ones, 0 elsewhere
+  int rows;
+  PageTable table;
+  int page_begin;
+  int page_end;
+  int block_pages;  // at most kMaxBlockPages
+  int num_blocks;
+  int head_dim;
+  float* scores;  // unscaled; row r's at scores + r * row_stride
+  int64_t row_stride;
+};
+
+// out = in * weights + bias, and nothing below 0 with `relu`.
+struct DenseArgs {
+  const float* in;  // [rows], `in_stride` floats apart
+  int64_t in_stride;
+  int rows;
+  int inputs;
+  const float* panels;  // [outputs / 16][inputs][16]
+  const float* bias;    // [outputs]
+  int outputs;          // a multiple of 16
+  bool relu;
+  float* out;  // [rows][outputs]
+};
+
 struct Kernels {
   // Bytes of one row's prepared operands.
   int64_t (*query_bytes)(int head_dim);
@@ -87,6 +115,13 @@ struct Kernels {
   void (*store_row)(void* out, const float* values, float factor, int head_dim);
   // Sum of the bytes as floats: a plain read, for the measured ceiling. `next`: read after these, fetched meanwhile.
   float (*stream)(const char* bytes, int64_t size, const char* next);
+  void (*score_blocks)(const BlockScoreArgs& args);
+  void (*dense_layer)(const DenseArgs& args);
+  // `count` elements, a multiple of 16, as floats.
+  void (*to_float)(const void* in, int count, float* out);
+  // Of a full page's tokens: the squared norm of each key and value [16], and the sums of keys and values [head_dim].
+  void (*page_norms)(const char* page, int head_dim, float* key_squares, float* value_squares, float* key_sum,
+                     float* value_sum);
 };
 
 struct Isa {

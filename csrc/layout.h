@@ -25,6 +25,7 @@ enum class DType : int { bf16 = 0, f16 = 1, f32 = 2 };
 enum class Summary : int { minmax = 0, cuboid_mean = 1, key_codes = 2, none = 3 };
 
 inline constexpr int kMaxHeadDim = 512;
+inline constexpr int kMaxBlockPages = 8;  // of a logical block (Fluxion)
 inline constexpr int kCodeDims = 4;  // dims of one token that lie side by side
 
 inline constexpr int element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }

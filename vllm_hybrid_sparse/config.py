@@ -8,15 +8,25 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Self
 
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.values import CODE_BITS, PAGE_TOKENS, SUMMARY_VECTORS, RetainedSet, SalienceSpec, SelectionSpec
+from vllm_hybrid_sparse.values import (
+    CODE_BITS,
+    PAGE_TOKENS,
+    SUMMARY_VECTORS,
+    PredictionSpec,
+    RetainedSet,
+    SalienceSpec,
+    SelectionSpec,
+)
 
 PAGE_POLICIES = ("dense", "topk", "progressive")
-POLICIES = (*PAGE_POLICIES, "hgca")
+POLICIES = (*PAGE_POLICIES, "hgca", "fluxion")
 SUMMARIES = tuple(name for name in SUMMARY_VECTORS if name != "none")
+BLOCK_GRANULARITIES = (0, 16, 32, 64, 128)
 REMAINDERS = ("auto", "estimated", "lightest_page")
 THREAD_POOLS = ("auto", "own", "openmp")
 ISAS = ("auto", "avx512_bf16", "avx512", "avx2", "scalar")
 
+_FLUXION_SUMMARY = "minmax"  # its predictor is trained on budgets of blocks ranked by these bounds
 _SECTION = "hybrid_sparse"  # the key of `--additional-config` that holds these settings
 _MAX_TOKENS = 2**24
 _MAX_PAGES = _MAX_TOKENS // PAGE_TOKENS
@@ -60,7 +70,8 @@ class HybridSparseConfig:
     policy: str = _choice(
         "progressive",
         POLICIES,
-        "which candidates a decode step reads: all pages, the best few, enough of them, or HGCA's salient tokens",
+        "which candidates a decode step reads: all pages, the best few, enough of them, HGCA's salient tokens, or as "
+        "many for each head as Fluxion's predictor says",
     )
     threshold: float | None = _setting(
         _Setting(
@@ -138,6 +149,29 @@ class HybridSparseConfig:
             policies=("hgca",),
         )
     )
+    predictor: str | None = _setting(
+        _Setting(
+            kind=str,
+            default=None,
+            values="the path of a file that `hybrid-sparse calibrate` wrote",
+            allows=bool,
+            meaning="what predicts the budget of each head; without one, the shipped predictor, where it was made for "
+            "this model's shape",
+            policies=("fluxion",),
+        )
+    )
+    granularity: int | None = _setting(
+        _Setting(
+            kind=int,
+            default=0,
+            values=f"one of {', '.join(map(str, BLOCK_GRANULARITIES))}",
+            allows=BLOCK_GRANULARITIES.__contains__,
+            meaning="size of the logical blocks that are ranked and read; 0 chooses for each group and step the one "
+            "that moves the least data (Fluxion's eq. 3)",
+            unit="tokens",
+            policies=("fluxion",),
+        )
+    )
     summary: str | None = _setting(
         _Setting(
             kind=str,
@@ -145,8 +179,8 @@ class HybridSparseConfig:
             values=f"one of {', '.join(SUMMARIES)}",
             allows=SUMMARIES.__contains__,
             meaning="what is kept of a page to estimate its score: bits of its keys (RaBitQ), ArkVale's centre, "
-            "Quest's bounds",
-            policies=PAGE_POLICIES,
+            "Quest's bounds; fluxion needs minmax and takes it by default",
+            policies=(*PAGE_POLICIES, "fluxion"),
         )
     )
     code_bits: int | None = _setting(
@@ -218,7 +252,10 @@ class HybridSparseConfig:
             replaced = setting.unless and getattr(self, setting.unless) is not None
             used = setting.policies or setting.summaries
             if getattr(self, entry.name) is None and used and not self._unused_because(setting) and not replaced:
-                object.__setattr__(self, entry.name, setting.default)
+                default = _FLUXION_SUMMARY if (self.policy, entry.name) == ("fluxion", "summary") else setting.default
+                object.__setattr__(self, entry.name, default)
+        if self.policy == "fluxion" and self.summary != _FLUXION_SUMMARY:
+            raise _refusal("summary", self.summary, f"must be {_FLUXION_SUMMARY} with policy fluxion")
         if self.remainder == "auto":
             estimates = self.summary == "key_codes"
             object.__setattr__(self, "remainder", "estimated" if estimates else "lightest_page")
@@ -265,8 +302,8 @@ class HybridSparseConfig:
 
     @property
     def selection(self) -> SelectionSpec:
-        """The policy as the kernels take it; that of hgca is `salience`, and no page is selected."""
-        if self.policy in ("dense", "hgca"):
+        """The policy as the kernels take it; hgca has `salience` instead, and fluxion `prediction`."""
+        if self.policy in ("dense", "hgca", "fluxion"):
             return SelectionSpec()
         if self.policy == "topk":
             return SelectionSpec(ranked=True, budget_ratio=self.topk_ratio or 1.0, max_pages=self.topk_pages)
@@ -287,6 +324,14 @@ class HybridSparseConfig:
         assert self.hgca_beta is not None
         assert self.hgca_alpha is not None
         return SalienceSpec(beta=self.hgca_beta, alpha=self.hgca_alpha)
+
+    @property
+    def prediction(self) -> PredictionSpec | None:
+        """Fluxion's rule; None under another policy."""
+        if self.policy != "fluxion":
+            return None
+        assert self.granularity is not None
+        return PredictionSpec(predictor=self.predictor, granularity=self.granularity)
 
     def describe(self) -> str:
         """The settings in effect as one line, `name=value` separated by blanks."""

@@ -26,6 +26,8 @@ class DecodeStats:
     judged: int = 0  # selections that a threshold ended, so that there is an estimate of the weight they kept
     kept_mass: float = 0.0  # sum over them of the share of the weight kept, by estimate; the group's lowest head
     microbatches: int = 0  # looks at the threshold
+    streaming: int = 0  # selections that Fluxion let read the retained set alone
+    anchor_bytes: int = 0  # read to observe Fluxion's anchors, beside read_bytes
 
     def __add__(self, other: Self) -> "DecodeStats":
         return DecodeStats(
@@ -49,6 +51,8 @@ class DecodeStats:
             judged=stats.judged,
             kept_mass=stats.kept_mass,
             microbatches=stats.microbatches,
+            streaming=stats.streaming,
+            anchor_bytes=stats.anchor_pages * layout.page_bytes,
         )
 
     @property
@@ -72,6 +76,10 @@ class DecodeStats:
         if self.pages_wasted:
             wasted = self.pages_wasted / (self.pages_read + self.pages_wasted)
             parts.append(f"{wasted:.1%} of the pages read were dropped")
+        if self.streaming:
+            parts.append(f"{self.streaming / self.selections:.1%} of the groups streamed")
+        if self.anchor_bytes:
+            parts.append(f"anchors took {self.anchor_bytes / _GIB:.2f} GiB more")
         if packed_bytes:
             parts.append(f"packed copies hold {packed_bytes / _GIB:.2f} GiB")
         return f"hybrid_sparse: {'; '.join(parts)}"

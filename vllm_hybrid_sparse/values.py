@@ -117,6 +117,14 @@ class SelectionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionSpec:
+    """Fluxion's rule for what a head reads: what a predictor says."""
+
+    predictor: str | None = None  # path of its file; None: the one that the package ships
+    granularity: int = 0  # tokens of a logical block, 16, 32, 64 or 128; 0: of the least volume (eq. 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SalienceSpec:
     """HGCA's rule for which entries outside the dense window a query head attends to."""
 

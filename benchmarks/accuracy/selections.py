@@ -28,6 +28,8 @@ SELECTIONS: dict[str, dict[str, object]] = {
     "codes2-0.95": {"policy": "progressive", "threshold": PROMISE},
     "codes1-0.95": {"policy": "progressive", "threshold": PROMISE, "code_bits": 1},
     "psa-0.95": {"policy": "progressive", "threshold": PROMISE, "summary": "cuboid_mean", "microbatch_pages": 8},
+    "fluxion": {"policy": "fluxion"},
+    "fluxion-16": {"policy": "fluxion", "granularity": 16},
     "psa-codes2-0.95": {"policy": "progressive", "threshold": PROMISE, "remainder": "lightest_page"},
 }
 """Settings of the shipped kernels."""

@@ -18,13 +18,13 @@ from transformers import (
 )
 
 from vllm_hybrid_sparse.cli import calibrate as calibrate_module
-from vllm_hybrid_sparse.cli.calibrate import model_shape
 from vllm_hybrid_sparse.cli.calibration_texts import file_windows, prose_window
 from vllm_hybrid_sparse.cli.collect import SamplingPlan, collect_window
 from vllm_hybrid_sparse.cli.main import main
 from vllm_hybrid_sparse.cli.prose import prose
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
+from vllm_hybrid_sparse.hf.shape import model_shape
 from vllm_hybrid_sparse.predictor.labels import label_heads
 from vllm_hybrid_sparse.predictor.model import ModelShape, load_predictor
 from vllm_hybrid_sparse.predictor.samples import Samples
@@ -73,8 +73,8 @@ def test_a_predictor_is_written_for_the_model_with_its_command_and_no_paths(
     _, origin = load_predictor(out, SHAPE, RetainedSet(), 0.02)
     assert origin.command == (
         "hybrid-sparse calibrate tiny --texts stories.txt --out tiny.safetensors --tokens 900 --windows 3 "
-        "--prose-windows 1 --skip-tokens 0 --segment-tokens 400 --span-tokens 32 --steps 3 --tau 0.02 --epochs 2 "
-        "--quantile 0.5 --seed 0"
+        "--prose-windows 1 --skip-tokens 0 --segment-tokens 400 --span-tokens 32 --sink-tokens 64 --window-tokens 256 "
+        "--steps 3 --tau 0.02 --epochs 2 --quantile 0.5 --seed 0"
     )
     said = capsys.readouterr().out
     assert "window 4 of 4 (prose 0)" in said

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_hybrid_sparse.config import HybridSparseConfig, settings_table
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
+from vllm_hybrid_sparse.values import PredictionSpec, RetainedSet, SalienceSpec, SelectionSpec
 
 NAMES = [entry.name for entry in fields(HybridSparseConfig)]
 
@@ -76,7 +76,23 @@ def test_hgca_judges_tokens_and_keeps_no_summary() -> None:
     assert HybridSparseConfig(policy="topk").salience is None
     assert HybridSparseConfig(policy="topk").summary == "key_codes"
     assert refusal_of({"policy": "hgca", "summary": "minmax"}) == (
-        "hybrid_sparse.summary='minmax': used by policy dense and topk and progressive only, and the policy is hgca"
+        "hybrid_sparse.summary='minmax': used by policy dense and topk and progressive and fluxion only, "
+        "and the policy is hgca"
+    )
+
+
+def test_fluxion_asks_its_predictor_and_keeps_the_bounds_it_was_trained_with() -> None:
+    config = HybridSparseConfig.from_mapping({"policy": "fluxion"})
+    assert config.prediction == PredictionSpec(predictor=None, granularity=0)
+    assert config.selection == SelectionSpec()
+    assert (config.summary, config.code_bits) == ("minmax", None)
+    given = HybridSparseConfig.from_mapping(
+        {"policy": "fluxion", "predictor": "a.safetensors", "granularity": "32", "summary": "minmax"}
+    )
+    assert given.prediction == PredictionSpec(predictor="a.safetensors", granularity=32)
+    assert HybridSparseConfig(policy="topk").prediction is None
+    assert refusal_of({"policy": "fluxion", "summary": "key_codes"}) == (
+        "hybrid_sparse.summary='key_codes': must be minmax with policy fluxion"
     )
 
 
@@ -138,6 +154,8 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
         ({"policy": "hgca", "hgca_beta": "1e999"}, "hybrid_sparse.hgca_beta='1e999': must be above 0, finite"),
         ({"policy": "hgca", "hgca_alpha": 0}, "hybrid_sparse.hgca_alpha=0: must be above 0 and at most 1"),
         ({"policy": "hgca", "hgca_alpha": 1.01}, "hybrid_sparse.hgca_alpha=1.01: must be above 0 and at most 1"),
+        ({"policy": "fluxion", "predictor": ""}, "hybrid_sparse.predictor='': must be the path of a file"),
+        ({"policy": "fluxion", "granularity": 8}, "hybrid_sparse.granularity=8: must be one of 0, 16, 32, 64, 128"),
         ({"summary": "none"}, "hybrid_sparse.summary='none': must be one of minmax, cuboid_mean, key_codes"),
         ({"summary": "mean"}, "hybrid_sparse.summary='mean': must be one of minmax, cuboid_mean"),
         ({"sink_tokens": -16}, "hybrid_sparse.sink_tokens=-16: must be a multiple of 16, 0 to 16777216"),
@@ -181,6 +199,7 @@ def test_every_unknown_setting_is_refused(name: Any) -> None:
         ("topk", "microbatch_pages", 8, "progressive"),
         ("dense", "topk_ratio", 0.05, "topk"),
         ("progressive", "topk_pages", 64, "topk"),
+        ("topk", "granularity", 16, "fluxion"),
     ],
 )
 def test_a_setting_without_effect_is_refused_with_the_policy_that_uses_it(

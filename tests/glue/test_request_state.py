@@ -14,6 +14,8 @@ from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadataBuilder
 from vllm_hybrid_sparse.glue.worker import HybridSparseCPUWorker
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 
 
@@ -38,6 +40,34 @@ def test_finished_aborted_and_preempted_requests_lose_their_slots(worker: Hybrid
     worker.execute_model(step(set(), {"c"}))
     assert len(requests) == 1
     assert requests.of(["c", "b"]).tolist() == [0, 1]
+
+
+def test_every_layer_of_fluxion_is_told_of_a_request_that_ends(worker: HybridSparseCPUWorker) -> None:
+    worker._runtime = runtime = HostRuntime(HybridSparseConfig(policy="fluxion", num_threads=1))
+    runtime.use_model(ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64))
+    layers = [runtime.fluxion_layer(index) for index in range(2)]
+    attention = runtime.attention(
+        dtype=torch.float32, num_q_heads=9, num_kv_heads=3, head_dim=64, block_tokens=16, scale=0.125
+    )
+    slots = runtime.requests.of(["a"])
+    kv_cache = torch.empty(32, 3 * attention.layout.head_block_bytes, dtype=torch.uint8)
+    for tokens, done in ((400, 0), (1, 400)):
+        batch = NativeBatch.from_tensors(
+            torch.tensor([0, tokens], dtype=torch.int32),
+            torch.tensor([done + tokens], dtype=torch.int32),
+            torch.arange(32, dtype=torch.int32)[None],
+            torch.arange(done, done + tokens),
+            torch.tensor([tokens == 1]),
+            slots,
+        )
+        query, key, value = (torch.randn(tokens, heads, 64) for heads in (9, 3, 3))
+        for layer in layers:
+            attention.forward(
+                query, key, value, kv_cache, batch, runtime.selection, None, torch.empty_like(query), fluxion=layer
+            )
+    assert all(layer is not None and layer.anchor(0) for layer in layers)
+    worker.execute_model(step({"a"}))
+    assert not any(layer is not None and layer.anchor(0) for layer in layers)
 
 
 def test_the_metadata_names_the_slots_of_the_batch(worker: HybridSparseCPUWorker) -> None:

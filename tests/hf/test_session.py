@@ -1,6 +1,8 @@
 """Transformers models answer as before where our attention is exact, and read less where it is not."""
 
 import copy
+import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig,
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
+from vllm_hybrid_sparse.predictor.model import ModelShape, Predictor, PredictorOrigin
+from vllm_hybrid_sparse.values import RetainedSet
 
 PROMPT_TOKENS, NEW_TOKENS = 700, 8
 
@@ -104,6 +108,62 @@ def test_hgca_begins_every_sequence_with_nothing_of_the_last() -> None:
         first = answer(model, prompt(1))
         answer(model, prompt(2))
         assert answer(model, prompt(1)) == first
+
+
+def save_predictor(path: Path, base_budget: float, layers: int = 3) -> str:
+    """One that gives every head this share of the host segment, for the tiny Llama."""
+    predictor = Predictor()
+    predictor.target_mean.copy_(torch.tensor([base_budget, 0.0]))
+    predictor.target_std.zero_()
+    with torch.no_grad():
+        predictor.outputs.bias[2] = -100.0
+    shape = ModelShape(layers=layers, query_heads=6, kv_heads=2, head_dim=16)
+    retained = RetainedSet(window_tokens=64)
+    predictor.save(path, PredictorOrigin(shape=shape, model="", tau=0.1, retained=retained, command="", validation={}))
+    return str(path)
+
+
+def test_fluxion_with_everything_selected_answers_as_before(tmp_path: Path) -> None:
+    model = tiny_llama()
+    before = [answer(model, prompt(seed)) for seed in (1, 2)]
+    predictor = save_predictor(tmp_path / "all.safetensors", 1.0)
+    settings = HybridSparseConfig(policy="fluxion", predictor=predictor, window_tokens=64)
+    with SparseSession(model, settings, max_tokens=1024) as session:
+        assert [answer(model, prompt(seed)) for seed in (1, 2)] == before
+        stats = session.take_stats()
+    assert stats.pages_read == stats.pages_total
+    assert stats.anchor_bytes > 0
+    assert "anchors took" in stats.describe()
+
+
+@torch.inference_mode()
+def test_fluxion_reads_less_from_a_prefill_and_from_an_adopted_cache(tmp_path: Path) -> None:
+    model, ids = tiny_llama(), prompt()
+    predictor = save_predictor(tmp_path / "little.safetensors", 0.1)
+    settings = HybridSparseConfig(policy="fluxion", predictor=predictor, window_tokens=64, granularity=16)
+    seen = list[DecodeStep]()
+    with SparseSession(model, settings, max_tokens=1024, watch=seen.append) as session:
+        cache = DynamicCache()
+        model(ids[:, :690], past_key_values=cache)
+        first = [model(ids[:, place : place + 1], past_key_values=cache).logits for place in range(690, 700)]
+        cache.crop(-10)
+        session.adopt()
+        again = [model(ids[:, place : place + 1], past_key_values=cache).logits for place in range(690, 700)]
+    candidates = len(range(*RetainedSet(window_tokens=64).candidate_range(691)))
+    assert all(math.ceil(0.1 * candidates) <= len(plan) <= 3 * 4 < candidates for step in seen for plan in step.plans)
+    # A predictor that says the same of every head takes nothing from the anchor, so both ways read the same.
+    torch.testing.assert_close(torch.cat(again), torch.cat(first))
+
+
+def test_a_predictor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    other = save_predictor(tmp_path / "other.safetensors", 0.1, layers=4)
+    for settings, refusal in (
+        ({"predictor": other, "window_tokens": 64}, "predictor=other.safetensors: made for layers=4, must be 3"),
+        ({}, "hybrid_sparse.predictor: must be given"),
+    ):
+        with pytest.raises(ConfigError, match=refusal):
+            SparseSession(model, HybridSparseConfig(policy="fluxion", **settings), max_tokens=1024)
 
 
 def test_what_cannot_be_served_is_refused() -> None:

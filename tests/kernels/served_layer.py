@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, NativeAttention, NativeBatch
 from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
@@ -78,8 +79,9 @@ class ServedLayer:
         row_padding_bytes: int = 0,
         salience: SalienceSpec | None = None,
         retained: RetainedSet | None = None,
+        fluxion: _native.FluxionLayer | None = None,
     ) -> None:
-        """With `salience`, and then `retained`, the layer keeps HGCA's state, at each request's slot."""
+        """With `salience`, and then `retained`, the layer keeps HGCA's state, with `fluxion` that; each by slot."""
         self.shape = shape
         self.generator = torch.Generator().manual_seed(seed)
         self.attention = NativeAttention(
@@ -95,6 +97,7 @@ class ServedLayer:
             num_threads=shape.num_threads,
         )
         self.hgca = self.attention.hgca_layer(salience, retained) if salience and retained else None
+        self.fluxion = fluxion
         block_bytes = shape.num_kv_heads * shape.layout.head_block_bytes
         rows = torch.full((num_blocks, block_bytes + row_padding_bytes), NAN_BYTE, dtype=torch.uint8)
         self.kv_cache = rows[:, :block_bytes]
@@ -151,7 +154,9 @@ class ServedLayer:
         decode_mask = [decode and query_len == 1 for query_len in query_lens]
         output = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
         batch = self.batch(requests, query_lens, decode_mask, slots)
-        self.attention.forward(query, key, value, self.kv_cache, batch, selection, retained, output, self.hgca)
+        self.attention.forward(
+            query, key, value, self.kv_cache, batch, selection, retained, output, self.hgca, self.fluxion
+        )
         return Step(requests, query_lens, decode_mask, query, output, selection, retained)
 
     def batch(
@@ -168,7 +173,9 @@ class ServedLayer:
             block_table,
             torch.tensor(slots, dtype=torch.int64),
             torch.tensor(decode_mask, dtype=torch.bool),
-            torch.tensor([request.slot for request in requests], dtype=torch.int32) if self.hgca else None,
+            torch.tensor([request.slot for request in requests], dtype=torch.int32)
+            if self.hgca or self.fluxion
+            else None,
         )
 
     def _append_slots(self, request: Request, num_tokens: int) -> list[int]:

@@ -82,3 +82,17 @@ def test_shapes_that_differ_are_refused() -> None:
         select_budgets(np.zeros((2, 3)), np.zeros((2, 2)), np.zeros((2, 3), bool), 16)
     with pytest.raises(ConfigError, match="host_tokens=-1"):
         select_budgets(np.zeros((1, 1)), np.zeros((1, 1)), np.zeros((1, 1), bool), -1)
+
+
+@pytest.mark.parametrize("blk", GRANULARITIES)
+def test_of_one_granularity_nothing_is_chosen(blk: int) -> None:
+    base, growth, streaming = (
+        np.array([[0.1, 0.3], [0.2, 0.0]]),
+        np.full((2, 2), 0.01),
+        np.array([[0, 0], [1, 1]], bool),
+    )
+    chosen = select_budgets(base, growth, streaming, 1000, (blk,))
+    assert chosen.granularity.tolist() == [blk, 0]
+    budgets = predicted_budgets(base[0], growth[0], blk)
+    assert chosen.blocks[0].tolist() == [math.ceil(budget * 1000 / blk - 1e-6) for budget in budgets]
+    assert chosen.volume[0] == pytest.approx(2000 / blk + 2000 * budgets.sum())

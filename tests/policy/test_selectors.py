@@ -107,6 +107,9 @@ def test_policies_load_no_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_hgca_selects_no_pages() -> None:
-    with pytest.raises(ConfigError, match="policy='hgca': selects no pages"):
-        make_selector(HybridSparseConfig(policy="hgca"))
+@pytest.mark.parametrize("policy", ["hgca", "fluxion"])
+def test_hgca_and_fluxion_order_no_pages(policy: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"policy='{policy}': has no order of pages; see kernels/{policy}/reference.py"
+    ):
+        make_selector(HybridSparseConfig(policy=policy))

@@ -20,6 +20,7 @@ from vllm_hybrid_sparse.cli.calibration_texts import TextWindow, file_windows, p
 from vllm_hybrid_sparse.cli.collect import SamplingPlan, collect_window
 from vllm_hybrid_sparse.cli.progress import Progress
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.hf.shape import model_shape
 from vllm_hybrid_sparse.predictor.features import FEATURE_VERSION
 from vllm_hybrid_sparse.predictor.model import PARAMETERS, ModelShape, PredictorOrigin
 from vllm_hybrid_sparse.predictor.samples import Samples
@@ -74,7 +75,8 @@ class CalibrationOptions:
         numbers = {
             "tokens": self.tokens, "windows": self.windows, "prose-windows": self.prose_windows,
             "skip-tokens": self.skip_tokens, "segment-tokens": self.plan.segment_tokens,
-            "span-tokens": self.plan.span_tokens, "steps": self.plan.steps, "tau": self.tau,
+            "span-tokens": self.plan.span_tokens, "sink-tokens": self.retained.sink_tokens,
+            "window-tokens": self.retained.window_tokens, "steps": self.plan.steps, "tau": self.tau,
             "epochs": self.training.epochs, "quantile": self.training.quantile, "seed": self.training.seed,
         }  # fmt: skip
         words += [
@@ -116,17 +118,6 @@ def calibrate(options: CalibrationOptions) -> dict[str, float]:
     )
     predictor.save(options.out, origin)
     return figures
-
-
-def model_shape(config: PretrainedConfig) -> ModelShape:
-    """The shape that a predictor is tied to, from a Transformers configuration."""
-    query_heads = config.num_attention_heads
-    return ModelShape(
-        layers=config.num_hidden_layers,
-        query_heads=query_heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or query_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
-    )
 
 
 def _model_config(options: CalibrationOptions) -> PretrainedConfig:

@@ -10,6 +10,7 @@ from vllm_hybrid_sparse import __version__
 from vllm_hybrid_sparse.cli.bench_options import BenchOptions, add_options
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 from vllm_hybrid_sparse.errors import ConfigError, HybridSparseError
+from vllm_hybrid_sparse.values import RetainedSet
 
 _TEXT_TOKENS = 7000
 _MAX_TEXT_TOKENS = 7900  # of the model's 8192, so that question and answer fit
@@ -67,6 +68,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
             ),
             tau=arguments.tau,
             training=TrainingConfig(epochs=arguments.epochs, quantile=arguments.quantile, seed=arguments.seed),
+            retained=RetainedSet(sink_tokens=arguments.sink_tokens, window_tokens=arguments.window_tokens),
         )
     )
     for name, value in figures.items():
@@ -112,6 +114,8 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
         ("skip-tokens", 0, "first tokens of each text to leave out"),
         ("segment-tokens", 1024, "tokens from one anchor query to the next"),
         ("span-tokens", 256, "tokens after an anchor among which steps are drawn"),
+        ("sink-tokens", 64, "first tokens that are always read, as served"),
+        ("window-tokens", 256, "latest tokens that are always read, as served"),
         ("steps", 8, "decode steps drawn a segment"),
         ("epochs", 40, "passes over the samples"),
         ("seed", 0, "of everything drawn"),

@@ -4,12 +4,14 @@ from typing import Any
 
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
+from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadata
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.glue.support import kv_dtype_fits
+from vllm_hybrid_sparse.glue.support import kv_dtype_fits, model_shape
 from vllm_hybrid_sparse.runtime.host import host_runtime
 
 
@@ -64,10 +66,13 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         )
         self._selection = self._runtime.selection
         self._hgca = self._runtime.hgca_layer(self._attention)
+        if self._runtime.settings.prediction is not None:
+            self._runtime.use_model(model_shape(vllm_config))
+        self._fluxion: _native.FluxionLayer | None = None  # made at the first call, which names the layer
 
     def forward(
         self,
-        layer: Any,  # noqa: ARG002
+        layer: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -87,6 +92,8 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             raise ConfigError(
                 "output_scale: fused output quantisation is not supported (attention backend hybrid_sparse)"
             )
+        if self._fluxion is None and self._runtime.settings.prediction is not None:
+            self._fluxion = self._runtime.fluxion_layer(extract_layer_index(layer.layer_name))
         if attn_metadata is None:  # vLLM's profiling run
             return output.zero_()
         if self._runtime.loaded_blocks is not None and self._appends:
@@ -101,5 +108,6 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             None,
             output,
             self._hgca,
+            self._fluxion,
         )
         return output

@@ -34,6 +34,8 @@ COUNTERS = tuple(
         ("judged_selections", "judged", "Selections that a threshold ended: those with an estimate of the kept mass."),
         ("kept_mass", "kept_mass", "Sum over judged selections of the share of attention kept, by estimate, 0 to 1."),
         ("microbatches", "microbatches", "Looks at the threshold."),
+        ("streaming_selections", "streaming", "Selections that Fluxion let read the retained set alone."),
+        ("anchor_read_bytes", "anchor_bytes", "K and V read to observe Fluxion's anchors; not among the bytes read."),
     )
 )
 

@@ -4,9 +4,12 @@ from typing import Any
 
 import torch
 
+from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, supported_isas
+from vllm_hybrid_sparse.predictor.choice import choose_predictor
+from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS
 
 
@@ -26,6 +29,8 @@ def refuse_config(vllm_config: Any) -> None:
             _refuse(name, getattr(parallel, name), "context parallelism is not supported")
     if vllm_config.model_config is not None:
         _refuse_model(vllm_config.model_config)
+        if settings.prediction is not None:
+            _refuse_predictor(settings, vllm_config)
 
 
 def _refuse_cache(cache: Any) -> None:
@@ -58,6 +63,25 @@ def _refuse_model(model: Any) -> None:
     head_dim = model.get_head_size()
     if not _head_dim_fits(head_dim):
         _refuse("head_size", head_dim, _HEAD_DIM_RULE)
+
+
+def _refuse_predictor(settings: HybridSparseConfig, vllm_config: Any) -> None:
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        size = vllm_config.parallel_config.tensor_parallel_size
+        _refuse("tensor_parallel_size", size, "policy fluxion needs all heads of a layer in one process")
+    assert settings.prediction is not None
+    choose_predictor(settings.prediction, model_shape(vllm_config), settings.retained)
+
+
+def model_shape(vllm_config: Any) -> ModelShape:
+    """The shape that a predictor is tied to, from vLLM's configuration without tensor parallelism."""
+    model = vllm_config.model_config
+    return ModelShape(
+        layers=model.get_total_num_hidden_layers(),
+        query_heads=model.get_num_attention_heads(vllm_config.parallel_config),
+        kv_heads=model.get_total_num_kv_heads(),
+        head_dim=model.get_head_size(),
+    )
 
 
 _HEAD_DIM_RULE = f"must be a multiple of 16, 16 to {MAX_HEAD_DIM}"

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
+from vllm_hybrid_sparse.hf.shape import model_shape
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.runtime.host import HostRuntime
@@ -49,6 +50,7 @@ class _Layer:
     attention: NativeAttention
     kv_cache: Tensor  # [blocks, kv_heads * head_block_bytes] uint8
     hgca: _native.HgcaLayer | None
+    fluxion: _native.FluxionLayer | None
     tokens: int = 0
     adoption: int = 0  # the session's, when `tokens` was last true
 
@@ -60,7 +62,7 @@ class SparseSession:
     watch        called after every decode row of every layer
 
     Raises ConfigError for what the kernels cannot serve: batches of more than one sequence, another device than the
-    CPU, sliding-window layers, a sequence beyond max_tokens.
+    CPU, sliding-window layers, a sequence beyond max_tokens, with policy fluxion a model without a predictor.
     """
 
     _current: "SparseSession | None" = None
@@ -78,6 +80,8 @@ class SparseSession:
         if model.device.type != "cpu":
             raise ConfigError(f"device={model.device}: must be cpu")
         self.runtime = HostRuntime(settings)
+        if settings.prediction is not None:
+            self.runtime.use_model(model_shape(model.config.get_text_config()))
         self._model = model
         self._blocks = math.ceil(max_tokens / _BLOCK_TOKENS)
         self._max_tokens = max_tokens
@@ -108,10 +112,10 @@ class SparseSession:
         """Take the sequence over from the cache of the model's next call, whoever computed it.
 
         What that cache holds of earlier tokens is stored again, without attending, so one prefill serves sessions of
-        any settings, and a cache that was cropped may be decoded from again. ConfigError with policy hgca, whose choice
-        comes from the attention of a prefill.
+        any settings, and a cache that was cropped may be decoded from again. With policy fluxion the first token that
+        is decoded is the anchor. ConfigError with policy hgca, whose choice comes from the attention of a prefill.
         """
-        if self.runtime.keeps_request_state:
+        if self.runtime.settings.salience is not None:
             raise ConfigError(f"policy={self.runtime.settings.policy!r}: needs a prefill in the session, not adopt()")
         self._adoption += 1
 
@@ -159,6 +163,7 @@ class SparseSession:
             None,
             output,
             layer.hgca,
+            layer.fluxion,
         )
         layer.tokens = total
         if self._watch and new == 1:
@@ -192,6 +197,8 @@ class SparseSession:
             query, new_key, new_value, layer.kv_cache, batch, self.runtime.selection, None, torch.empty_like(query)
         )
         layer.tokens = tokens
+        if layer.fluxion is not None:
+            layer.fluxion.release(0)
 
     def hgca_positions(self, index: int) -> list[list[int]]:
         """What HGCA has packed of the sequence in one layer: [kv_heads] positions. ConfigError under other policies."""
@@ -212,7 +219,9 @@ class SparseSession:
             )
             block_bytes = key.shape[0] * attention.layout.head_block_bytes
             kv_cache = torch.empty(self._blocks, block_bytes, dtype=torch.uint8)
-            self._layers[index] = _Layer(attention, kv_cache, self.runtime.hgca_layer(attention))
+            self._layers[index] = _Layer(
+                attention, kv_cache, self.runtime.hgca_layer(attention), self.runtime.fluxion_layer(index)
+            )
         return self._layers[index]
 
 

@@ -1,5 +1,6 @@
 """Fluxion's selector: granularity and budget of each group from the predicted properties of its heads (section 5.3)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,13 @@ def predicted_budgets(base_budget: Floats, growth: Floats, granularity: int) -> 
     return held
 
 
-def select_budgets(base_budget: Floats, growth: Floats, streaming: NDArray[np.bool_], host_tokens: int) -> GroupBudgets:
+def select_budgets(
+    base_budget: Floats,
+    growth: Floats,
+    streaming: NDArray[np.bool_],
+    host_tokens: int,
+    granularities: Sequence[int] = GRANULARITIES,
+) -> GroupBudgets:
     """Choose for each group the granularity that moves the least data, and each head's budget at it (eq. 3).
 
         V(blk) = 2 L / blk + 2 L * (sum over the group's heads of bgt_h(blk)),   blk in {16, 32, 64, 128}
@@ -50,6 +57,7 @@ def select_budgets(base_budget: Floats, growth: Floats, streaming: NDArray[np.bo
     base_budget, growth   [groups, heads of a group]  bgt_0 and k as predicted, shares of the host segment
     streaming             [groups, heads of a group]
     host_tokens           L, candidate tokens; 0 means that every head streams
+    granularities         the values of blk to choose from, ascending; of one alone nothing is chosen
     raises                ConfigError where the shapes differ or host_tokens is negative
     """
     base_budget, growth, streaming = np.asarray(base_budget), np.asarray(growth), np.asarray(streaming, bool)
@@ -60,7 +68,7 @@ def select_budgets(base_budget: Floats, growth: Floats, streaming: NDArray[np.bo
         )
     if host_tokens < 0:
         raise ConfigError(f"host_tokens={host_tokens}: must be 0 or more")
-    blk = np.array(GRANULARITIES[::-1])  # coarse first: argmin takes the first of equals
+    blk = np.array(granularities[::-1])  # coarse first: argmin takes the first of equals
     budgets = np.stack([predicted_budgets(base_budget, growth, tokens) for tokens in blk])
     budgets[:, streaming] = 0.0
     volumes = 2 * host_tokens / blk[:, None] + 2 * host_tokens * budgets.sum(axis=-1)

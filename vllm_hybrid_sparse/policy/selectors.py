@@ -90,7 +90,7 @@ class SpecSelector:
 
 
 def make_selector(config: HybridSparseConfig) -> Selector:
-    """The selector of the policy that the user chose. Raises ConfigError for hgca, which judges tokens, not pages."""
-    if config.salience is not None:
-        raise ConfigError(f"policy={config.policy!r}: selects no pages; see kernels/hgca/reference.py")
+    """The selector of the policy that the user chose. Raises ConfigError for hgca and fluxion: they order no pages."""
+    if config.salience is not None or config.prediction is not None:
+        raise ConfigError(f"policy={config.policy!r}: has no order of pages; see kernels/{config.policy}/reference.py")
     return SpecSelector(config.selection)

@@ -8,8 +8,11 @@ import torch
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, make_thread_pool, native_selection
 from vllm_hybrid_sparse.metrics import DecodeStats
+from vllm_hybrid_sparse.predictor.choice import choose_predictor
+from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
 
 
@@ -38,6 +41,7 @@ class HostRuntime:
         self.loaded_blocks: torch.Tensor | None = None
         self.requests = RequestSlots()
         self._hgca_layers: list[_native.HgcaLayer] = []
+        self._predictor: tuple[_native.HeadPredictor, float] | None = None  # and the error that it was made for
         self._attention: dict[tuple[torch.dtype, int, int, int, int, float], NativeAttention] = {}
         self._layers = 0
 
@@ -72,7 +76,7 @@ class HostRuntime:
     @property
     def keeps_request_state(self) -> bool:
         """Whether the policy keeps state of a request beside its KV cache, so that batches need `slots`."""
-        return self.settings.salience is not None
+        return self.settings.salience is not None or self.settings.prediction is not None
 
     def hgca_layer(self, attention: NativeAttention) -> _native.HgcaLayer | None:
         """What one layer keeps of the requests, by the slots of `requests`; None where the policy keeps nothing."""
@@ -97,6 +101,26 @@ class HostRuntime:
     def packed_bytes(self) -> int:
         """Bytes that HGCA's packed copies hold now."""
         return sum(layer.packed_bytes for layer in self._hgca_layers)
+
+    def use_model(self, shape: ModelShape) -> None:
+        """Read the predictor, where the policy has one, before `fluxion_layer` is asked. Later calls do nothing.
+
+        raises   ConfigError where no predictor serves a model of this shape with these settings
+        """
+        if self.settings.prediction is not None and self._predictor is None:
+            predictor, origin = choose_predictor(self.settings.prediction, shape, self.settings.retained)
+            self._predictor = native_predictor(predictor), origin.tau
+
+    def fluxion_layer(self, layer: int) -> _native.FluxionLayer | None:
+        """What one layer, from 0, keeps of the requests for Fluxion, by their slots; None under another policy."""
+        prediction = self.settings.prediction
+        if prediction is None:
+            return None
+        assert self._predictor is not None
+        native, tau = self._predictor
+        states = fluxion_layer(native, layer=layer, tau=tau, granularity=prediction.granularity)
+        self.requests.attach(states)
+        return states
 
     def describe(self) -> str:
         """Settings in effect and what they became on this machine."""

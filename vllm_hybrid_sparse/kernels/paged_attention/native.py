@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.predictor.features import FEATURES
 from vllm_hybrid_sparse.values import CODE_BITS, MAX_HEAD_DIM, SUMMARY_VECTORS, RetainedSet, SalienceSpec, SelectionSpec
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -181,6 +182,7 @@ class NativeAttention:
         retained: RetainedSet | None,
         output: Tensor,
         hgca: _native.HgcaLayer | None = None,
+        fluxion: _native.FluxionLayer | None = None,
     ) -> None:
         """Append the batch's keys and values, summarise the pages they fill, attend, and write `output`.
 
@@ -190,12 +192,15 @@ class NativeAttention:
                                                        the block, contiguous
         selection       with `retained`, or a `native_selection` made once, with None
         hgca            from `hgca_layer`: what decode rows read beside its dense window, instead of the selection
+        fluxion         from `kernels.fluxion.native.fluxion_layer`: likewise, beside the retained set
         """
         if isinstance(selection, SelectionSpec):
             selection = native_selection(selection, retained or RetainedSet())
         if selection.estimated_remainder and self._summary != "key_codes":
             raise KernelError(f"estimated_remainder: needs summary key_codes, not {self._summary}")
-        if hgca is not None and not batch.native.has_slots:
+        if fluxion is not None and (hgca is not None or self._summary != "minmax"):
+            raise KernelError(f"fluxion: needs summary minmax, not {self._summary}, and no hgca beside it")
+        if (hgca is not None or fluxion is not None) and not batch.native.has_slots:
             raise KernelError("slots=None: must be given where a layer keeps the state of requests")
         tokens = batch.num_tokens
         self._check_rows("query", query, self.num_q_heads, tokens)
@@ -220,6 +225,7 @@ class NativeAttention:
             batch.native,
             selection,
             hgca,
+            fluxion,
         )
 
     def hgca_layer(self, salience: SalienceSpec, retained: RetainedSet) -> _native.HgcaLayer:
@@ -282,3 +288,12 @@ class NativeAttention:
     def last_plan(self, decode_index: int, kv_head: int) -> list[int]:
         """Candidate pages that request `decode_index` of the last batch read for the KV head, in order of reading."""
         return list(self._engine.last_plan(decode_index, kv_head))
+
+    def last_features(self, decode_index: int, kv_head: int) -> Tensor:
+        """[group, 41] Fluxion's features of the same row; [0, 41] where it read everything."""
+        return torch.tensor(self._engine.last_features(decode_index, kv_head)).reshape(-1, len(FEATURES))
+
+    def last_budgets(self, decode_index: int, kv_head: int) -> tuple[int, list[int]]:
+        """Fluxion's granularity for the same row, 0 where its heads stream, and each head's blocks; else (0, [])."""
+        budgets = list(self._engine.last_budgets(decode_index, kv_head))
+        return (budgets[0], budgets[1:]) if budgets else (0, [])

@@ -1,0 +1,191 @@
+"""A layer with Fluxion's states beside the reference of every request: whether each step did the same."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.kernels.served_layer import Request, ServedLayer, Shape, Step
+from tests.tolerances import SCORE_TIE, assert_close
+from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
+from vllm_hybrid_sparse.kernels.fluxion.reference import (
+    FluxionSequence,
+    FluxionStep,
+    best_blocks,
+    block_bounds,
+    choose_budgets,
+    pages_of_blocks,
+)
+from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
+from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
+from vllm_hybrid_sparse.policy.budget import GRANULARITIES
+from vllm_hybrid_sparse.predictor.features import FEATURES
+from vllm_hybrid_sparse.predictor.model import Predictor
+from vllm_hybrid_sparse.predictor.segments import Segments
+from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
+
+LAYER_INDEX, TAU = 3, 0.1
+BUDGET_COLUMNS = [FEATURES.index(f"anchor_budget_{blk}") for blk in GRANULARITIES]
+FEATURE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Relative to a feature's size, or to 0.05 where it is smaller: a skewness is rarely 0. Weights
+and values of two bytes are summed up as such by some instruction sets."""
+
+
+def some_predictor(shape: Shape, retained: RetainedSet, seed: int = 0) -> Predictor:
+    """A random one, scaled by what a layer of the shape shows: heads get unlike budgets, and a few stream."""
+    states = fluxion_layer(native_predictor(constant_predictor(0.5)), layer=LAYER_INDEX, tau=TAU)
+    layer = ServedLayer(replace(shape, dtype=torch.float32, isa="auto"), num_blocks=80, seed=99, fluxion=states)
+    requests = [layer.start() for _ in range(3)]
+    for slot, request in enumerate(requests):
+        request.slot = slot
+    layer.step(list(zip(requests, (90, 250, 640), strict=True)), retained=retained)
+    rows = []
+    for _ in range(6):
+        layer.step([(request, 1) for request in requests], retained=retained)
+        rows += [layer.attention.last_features(i, head) for i in range(3) for head in range(shape.num_kv_heads)]
+    features = torch.cat(rows)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        predictor = Predictor().eval()
+        predictor.feature_mean.copy_(features.mean(dim=0))
+        predictor.feature_std.copy_(features.std(dim=0) + 1e-2)
+        predictor.outputs.bias.zero_()
+        outputs = predictor(features)
+        predictor.outputs.weight /= outputs.std(dim=0)[:, None]
+        predictor.outputs.bias.copy_(-outputs.mean(dim=0) / outputs.std(dim=0))
+        predictor.outputs.bias[2] -= 0.8
+        predictor.target_mean.copy_(torch.tensor([0.1, 0.005]))
+        predictor.target_std.copy_(torch.tensor([0.1, 0.01]))
+    return predictor
+
+
+def constant_predictor(base_budget: float, growth: float = 0.0, *, streams: bool = False) -> Predictor:
+    """One that says the same of every head."""
+    predictor = Predictor().eval()
+    predictor.target_mean.copy_(torch.tensor([base_budget, growth]))
+    with torch.no_grad():
+        predictor.outputs.weight.zero_()
+        predictor.outputs.bias.copy_(torch.tensor([0.0, 0.0, 1.0 if streams else -1.0]))
+    return predictor
+
+
+class MirroredFluxion:
+    """Requests get the slots 0, 1, … in the order they start; every step is checked."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        predictor: Predictor,
+        retained: RetainedSet,
+        *,
+        granularity: int = 0,
+        num_blocks: int = 64,
+    ) -> None:
+        self.retained, self.predictor = retained, predictor
+        self.granularities = (granularity,) if granularity else GRANULARITIES
+        native = native_predictor(predictor)
+        states = fluxion_layer(native, layer=LAYER_INDEX, tau=TAU, granularity=granularity)
+        self.layer = ServedLayer(shape, num_blocks=num_blocks, fluxion=states)
+        self.sequences: dict[int, FluxionSequence] = {}
+        self.excuses: list[str] = []  # what differs because the reference itself is within rounding of it
+        self.anchors_on_a_limit = set[tuple[int, int]]()
+        self.pages: list[list[list[int]]] = []  # of the last step, by request and KV head
+        self.steps: list[FluxionStep | None] = []
+
+    def start(self) -> Request:
+        request = self.layer.start()
+        request.slot = next(slot for slot in range(len(self.sequences) + 1) if slot not in self.sequences)
+        scale = self.layer.shape.scale
+        self.sequences[request.slot] = FluxionSequence(
+            self.predictor, self.retained, TAU, LAYER_INDEX, scale, self.granularities
+        )
+        return request
+
+    def release(self, request: Request) -> None:
+        assert self.layer.fluxion is not None
+        self.layer.finish(request)
+        self.layer.fluxion.release(request.slot)
+        del self.sequences[request.slot]
+
+    def step(self, *rows: tuple[Request, int], **options: Any) -> Step:
+        """One step of the layer, compared; what it returns is the layer's own."""
+        step = self.layer.step(rows, retained=self.retained, **options)
+        wanted, first = torch.zeros(step.query.shape, dtype=torch.float64), 0
+        self.pages, self.steps = [], []
+        for index, (request, length, decodes) in enumerate(
+            zip(step.requests, step.query_lens, step.decode_mask, strict=True)
+        ):
+            if length:
+                rows_of = slice(first, first + length)
+                wanted[rows_of] = self._expect(index, request, step.query[rows_of], decodes)
+            first += length
+        assert_close(step.output, wanted)
+        return step
+
+    def _expect(self, index: int, request: Request, query: Tensor, decodes: bool) -> Tensor:
+        """What the rows should have given, after all that led to it has been compared."""
+        sequence = self.sequences[request.slot]
+        exact = causal_attention(query, request.key, request.value, sequence.scale)
+        if not decodes:
+            sequence.append(query[-1], len(request.key))
+            return exact
+        keys, values = request.key.transpose(0, 1), request.value.transpose(0, 1)
+        result = sequence.decode(query[0], keys, values)
+        self.steps.append(result)
+        if result is None:
+            return exact
+        assert self.layer.fluxion is not None
+        assert self.layer.fluxion.anchor_tokens(request.slot) == sequence.anchor_tokens
+        features = self._compare_features(index, request, result)
+        chosen = choose_budgets(
+            self.predictor, features, len(keys), Segments.of(self.retained, len(request.key)), self.granularities
+        )
+        rows, out = query[0].reshape(len(keys), -1, query.shape[2]), list[Tensor]()
+        self.pages.append([])
+        for kv_head in range(len(keys)):
+            wanted = int(chosen.granularity[kv_head]), chosen.blocks[kv_head].tolist()
+            if (budgets := self.layer.attention.last_budgets(index, kv_head)) != wanted:
+                self.excuses.append(f"budgets {budgets}, not {wanted}")
+            pages = self._compare_pages(index, kv_head, rows[kv_head], keys[kv_head], *budgets)
+            self.pages[-1].append(pages)
+            read = [*self.retained.retained_pages(len(request.key)), *pages]
+            out.append(attend_pages(rows[kv_head], keys[kv_head], values[kv_head], read, sequence.scale)[0])
+        return torch.cat(out)[None]
+
+    def _compare_features(self, index: int, request: Request, result: FluxionStep) -> Tensor:
+        """The layer's features [q_heads, 41], which are the reference's."""
+        attention = self.layer.attention
+        features = torch.cat([attention.last_features(index, head) for head in range(attention.num_kv_heads)])
+        size = result.features.abs() + result.features.abs().mean(dim=0)  # a difference of large numbers may be small
+        error = (features - result.features).abs() / size.clamp(min=0.05)
+        tolerance = FEATURE_TOLERANCE[self.layer.shape.dtype]
+        if error[:, BUDGET_COLUMNS].max() > tolerance:  # an error on the limit: a block more or fewer
+            self.anchors_on_a_limit.add((request.slot, self.sequences[request.slot].anchor_tokens))
+        error[:, BUDGET_COLUMNS] = 0
+        assert error.max() < tolerance, {
+            FEATURES[column]: (features[row, column].item(), result.features[row, column].item())
+            for row, column in (error >= tolerance).nonzero().tolist()
+        }
+        return features
+
+    def _compare_pages(
+        self, index: int, kv_head: int, query: Tensor, key: Tensor, granularity: int, blocks: list[int]
+    ) -> list[int]:
+        """The pages that were read, which are those of the best blocks."""
+        segments = Segments.of(self.retained, len(key))
+        pages = self.layer.attention.last_plan(index, kv_head)
+        if granularity == 0:
+            assert not pages
+            return pages
+        scores = block_bounds(query, key[segments.host], granularity)
+        best = best_blocks(scores, blocks)
+        first_page, size = segments.sink_end // PAGE_TOKENS, granularity // PAGE_TOKENS
+        if pages != [
+            first_page + page for page in pages_of_blocks(best, granularity, segments.host_tokens // PAGE_TOKENS)
+        ]:
+            differing = sorted({(page - first_page) // size for page in pages} ^ set(best))
+            spread = (scores[:, differing].amax(dim=1) - scores[:, differing].amin(dim=1)).min()
+            assert spread < SCORE_TIE * scores.abs().max(), (pages, best)
+            self.excuses.append(f"blocks {differing} tie within {spread:.1e}")
+        return pages

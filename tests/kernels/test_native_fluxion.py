@@ -1,0 +1,247 @@
+"""The CPU kernel's Fluxion against its reference: features, budgets, pages and output, step by step."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.fluxion_checks import TAU, MirroredFluxion, constant_predictor, some_predictor
+from tests.kernels.served_layer import ServedLayer, Shape
+from tests.tolerances import assert_close
+from vllm_hybrid_sparse import _native
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
+from vllm_hybrid_sparse.kernels.fluxion.reference import ANCHOR_ROWS
+from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
+from vllm_hybrid_sparse.predictor.features import DECODE_FEATURES, FEATURES, observe_anchor
+from vllm_hybrid_sparse.predictor.model import Predictor
+from vllm_hybrid_sparse.values import RetainedSet
+
+RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1, 3, 4, 8
+    "g1-d64-b16": (2, 2, 64, 16),
+    "g3-d16-b128": (3, 1, 16, 128),
+    "g4-d80-b16": (8, 2, 80, 16),
+    "g8-d128-b128": (8, 1, 128, 128),
+}
+
+
+@pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
+def geometry(request: pytest.FixtureRequest) -> dict[str, Any]:
+    names = ("num_q_heads", "num_kv_heads", "head_dim", "block_tokens")
+    return dict(zip(names, request.param, strict=True))
+
+
+def small(**changes: Any) -> Shape:
+    return Shape(**({"num_q_heads": 6, "head_dim": 32, "block_tokens": 16, "scale": 32**-0.5} | changes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_requests_of_every_length_in_one_batch_on_every_instruction_set(
+    isa: str, dtype: torch.dtype, geometry: dict[str, Any]
+) -> None:
+    shape = Shape(dtype=dtype, isa=isa, scale=geometry["head_dim"] ** -0.5, **geometry)
+    mirror = MirroredFluxion(shape, some_predictor(shape, RETAINED), RETAINED, num_blocks=80)
+    assert mirror.layer.attention.isa == isa
+    # No window yet, a window that is exactly full, one page beyond it, and far beyond.
+    rows = [(mirror.start(), length) for length in (7, 48, 64, 203, 700)]
+    mirror.step(*rows)
+    granularities, read, candidates = set[int](), 0, 0
+    for _ in range(20):
+        mirror.step(*((request, 1) for request, _ in rows))
+        for step in filter(None, mirror.steps):
+            granularities |= set(step.budgets.granularity.tolist())
+        read += sum(len(pages) for pages_of in mirror.pages for pages in pages_of)
+        candidates += sum(len(range(*RETAINED.candidate_range(len(r.key)))) for r, _ in rows) * shape.num_kv_heads
+    assert 0 < read < candidates
+    assert len(granularities) > 1
+    assert len(mirror.excuses) <= 3, mirror.excuses
+    assert len(mirror.anchors_on_a_limit) <= (1 if dtype == torch.float32 else 4)
+
+
+@pytest.mark.parametrize("granularity", [16, 32, 64, 128])
+def test_a_granularity_that_is_asked_for_is_kept(isa: str, granularity: int) -> None:
+    mirror = MirroredFluxion(
+        small(isa=isa), some_predictor(small(), RETAINED, seed=1), RETAINED, granularity=granularity
+    )
+    request = mirror.start()
+    mirror.step((request, 333))
+    seen = set[int]()
+    for _ in range(20):
+        mirror.step((request, 1))
+        assert mirror.steps[0] is not None
+        seen |= set(mirror.steps[0].budgets.granularity.tolist())
+    assert granularity in seen <= {0, granularity}
+    assert not mirror.excuses
+
+
+def test_a_request_that_grows_token_by_token_from_its_first() -> None:
+    mirror = MirroredFluxion(small(), some_predictor(small(), RETAINED), RETAINED)
+    request = mirror.start()
+    for _ in range(150):
+        mirror.step((request, 1))
+    assert any(mirror.pages[0])
+    assert len(mirror.excuses) <= 3, mirror.excuses
+
+
+@pytest.mark.parametrize("retained", [RetainedSet(sink_tokens=0, window_tokens=16), RetainedSet(window_tokens=144)])
+def test_other_windows(retained: RetainedSet) -> None:
+    mirror = MirroredFluxion(small(), some_predictor(small(), retained), retained)
+    requests = [mirror.start() for _ in range(3)]
+    mirror.step(*zip(requests, (15, 100, 300), strict=True))
+    for _ in range(36):
+        mirror.step(*((request, 1) for request in requests))
+    assert any(mirror.pages[-1])
+    assert len(mirror.excuses) <= 3, mirror.excuses
+
+
+def test_an_appended_turn_and_an_anchor_that_has_served_are_followed_by_a_new_anchor() -> None:
+    mirror = MirroredFluxion(small(num_q_heads=2), some_predictor(small(num_q_heads=2), RETAINED), RETAINED)
+    request = mirror.start()
+    mirror.step((request, 100))
+    assert mirror.layer.fluxion is not None
+    anchors = list[int]()
+    for turn in (5, 1, 40):
+        mirror.step((request, turn), decode=False)
+        before = len(request.key)
+        mirror.step((request, 1))
+        anchors.append(mirror.layer.fluxion.anchor_tokens(request.slot))
+        assert anchors[-1] == before
+    for _ in range(ANCHOR_ROWS):
+        mirror.step((request, 1))
+        anchors.append(mirror.layer.fluxion.anchor_tokens(request.slot))
+    assert anchors[2:-1] == [before] * ANCHOR_ROWS
+    assert anchors[-1] == before + ANCHOR_ROWS + 1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_with_everything_selected_it_is_dense_attention(isa: str, dtype: torch.dtype, threads: int) -> None:
+    mirror = MirroredFluxion(small(dtype=dtype, isa=isa, num_threads=threads), constant_predictor(1.0), RETAINED)
+    request = mirror.start()
+    mirror.step((request, 180))
+    for _ in range(20):
+        step = mirror.step((request, 1))
+        assert_close(step.output, causal_attention(step.query, request.key, request.value, mirror.layer.shape.scale))
+        assert mirror.pages == [[list(range(*RETAINED.candidate_range(len(request.key))))] * 2]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_with_all_heads_streaming_it_is_the_retained_set_alone(isa: str, threads: int) -> None:
+    shape = small(isa=isa, num_threads=threads)
+    mirror = MirroredFluxion(shape, constant_predictor(1.0, streams=True), RETAINED)
+    requests = [mirror.start(), mirror.start()]
+    mirror.step((requests[0], 200), (requests[1], 10))
+    step = mirror.step(*((request, 1) for request in requests))
+    request = requests[0]
+    window = [*range(16), *range(160, 201)]
+    key, value = request.key[window], request.value[window]
+    assert_close(step.output[:1], causal_attention(step.query[:1], key, value, shape.scale))
+    stats = mirror.layer.attention.stats()
+    assert (stats.streaming, stats.summaries_scored) == (2, 0)
+    assert stats.pages_read == 2 * (1 + 3 + 1)  # two KV heads: the sink and the window; the short request's page
+    assert stats.pages_total == 2 * (13 + 1)
+
+
+def test_what_was_read_is_counted() -> None:
+    mirror = MirroredFluxion(small(), constant_predictor(0.25), RETAINED, granularity=16)
+    request = mirror.start()
+    mirror.step((request, 16 * 23))
+    mirror.layer.attention.reset_stats()
+    mirror.step((request, 1))
+    stats = mirror.layer.attention.stats()
+    selected = sum(len(pages) for pages in mirror.pages[0])
+    assert stats.pages_candidate == stats.summaries_scored == 2 * 20
+    assert 2 * 5 < selected < 2 * 3 * 5  # a quarter for each of three heads that share some
+    assert stats.pages_read == 2 * 4 + selected
+    assert stats.anchor_pages == 2 * (23 + 20)  # all of the prompt's for the segments, its candidates for the budgets
+    mirror.step((request, 1))
+    assert mirror.layer.attention.stats().anchor_pages == stats.anchor_pages
+
+
+def test_threads_do_not_change_what_is_read() -> None:
+    outputs, plans = list[torch.Tensor](), list[list[list[list[int]]]]()
+    for threads in (1, 2, 5):
+        mirror = MirroredFluxion(
+            small(num_threads=threads), some_predictor(small(num_threads=threads), RETAINED), RETAINED, num_blocks=200
+        )
+        rows = [(mirror.start(), length) for length in (60, 2500)]
+        mirror.step(*rows)
+        step = mirror.step(*((request, 1) for request, _ in rows))
+        outputs.append(step.output)
+        plans.append(mirror.pages)
+    assert plans[0] == plans[1] == plans[2]
+    assert_close(outputs[1], outputs[0])
+    assert_close(outputs[2], outputs[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_released_slot_forgets_and_a_resumed_request_observes_anew(dtype: torch.dtype) -> None:
+    mirror = MirroredFluxion(small(dtype=dtype), some_predictor(small(dtype=dtype), RETAINED), RETAINED)
+    states = mirror.layer.fluxion
+    assert states is not None
+    tokens = torch.randn(231, 10, 32)
+    first = mirror.start()
+    mirror.step((first, 200), tokens=tokens[:200])
+    assert states.anchor(first.slot) == []
+    for t in range(200, 230):
+        mirror.step((first, 1), tokens=tokens[t : t + 1])
+    assert len(states.anchor(first.slot)) == 6 * len(FEATURES)
+    mirror.release(first)
+    assert states.anchor(first.slot) == []
+    states.release(99)  # has no state
+
+    resumed = mirror.start()
+    mirror.step((resumed, 230), tokens=tokens[:230])
+    fresh = MirroredFluxion(small(dtype=dtype), some_predictor(small(dtype=dtype), RETAINED), RETAINED)
+    new = fresh.start()
+    fresh.step((new, 230), tokens=tokens[:230])
+    again, expected = (
+        layer.step((request, 1), tokens=tokens[230:]).output for layer, request in ((mirror, resumed), (fresh, new))
+    )
+    assert torch.equal(again, expected)
+
+
+def test_a_row_without_a_slot_attends_to_everything() -> None:
+    mirror = MirroredFluxion(small(), constant_predictor(0.0, streams=True), RETAINED)
+    request = mirror.layer.start()
+    mirror.layer.step([(request, 300)], retained=RETAINED)
+    step = mirror.layer.step([(request, 1)], retained=RETAINED)
+    assert_close(step.output, causal_attention(step.query, request.key, request.value, mirror.layer.shape.scale))
+
+
+@pytest.mark.parametrize("sharpness", [0.05, 1.0, 8.0])
+def test_the_anchor_is_what_python_observes(isa: str, sharpness: float) -> None:
+    mirror = MirroredFluxion(small(isa=isa), some_predictor(small(isa=isa), RETAINED), RETAINED, num_blocks=80)
+    request = mirror.start()
+    prompt = mirror.step((request, 1000), sharpness=sharpness, key_offset=0.3)
+    mirror.step((request, 1))
+    assert mirror.layer.fluxion is not None
+    features = torch.tensor(mirror.layer.fluxion.anchor(request.slot)).reshape(6, len(FEATURES))
+    keys, values = (part[:1000].transpose(0, 1).double() for part in (request.key, request.value))
+    anchor = observe_anchor(prompt.query[-1].double(), keys, values, small().scale, 3, RETAINED, TAU)
+    columns = [column for column, name in enumerate(FEATURES) if name not in DECODE_FEATURES]
+    torch.testing.assert_close(features[:, columns].double(), anchor.features[:, columns], rtol=1e-4, atol=1e-5)
+    budgets = features[:, [FEATURES.index(f"anchor_budget_{blk}") for blk in (16, 32, 64, 128)]]
+    if sharpness == 8.0:
+        assert 0 < budgets.mean() < 1
+
+
+def test_columns_are_those_of_the_features() -> None:
+    assert tuple(_native.features()) == FEATURES
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    native = native_predictor(Predictor())
+    with pytest.raises(KernelError, match="granularity=48: must be 0 or one of 16, 32, 64, 128"):
+        fluxion_layer(native, layer=0, tau=0.1, granularity=48)
+    with pytest.raises(KernelError, match="layer=0, tau=0"):
+        fluxion_layer(native, layer=0, tau=0.0)
+    other = Predictor()
+    other.outputs = torch.nn.Linear(64, 3)
+    with pytest.raises(KernelError, match="predictor="):
+        native_predictor(other)
+    layer = ServedLayer(small(summary="key_codes"), num_blocks=4, fluxion=fluxion_layer(native, layer=0, tau=0.1))
+    with pytest.raises(KernelError, match="needs summary minmax, not key_codes"):
+        layer.step([(layer.start(), 4)])

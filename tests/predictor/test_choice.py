@@ -1,0 +1,49 @@
+"""Which predictor serves: the one that is named, else the shipped one where it fits, else none."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.predictor.choice import choose_predictor
+from vllm_hybrid_sparse.predictor.model import ModelShape, Predictor, PredictorOrigin
+from vllm_hybrid_sparse.values import PredictionSpec, RetainedSet
+
+SMOLLM2 = ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64)
+OTHER = ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=32)
+
+
+def save(path: Path, shape: ModelShape) -> PredictionSpec:
+    origin = PredictorOrigin(shape=shape, model="", tau=0.2, retained=RetainedSet(), command="", validation={})
+    Predictor().save(path, origin)
+    return PredictionSpec(predictor=str(path))
+
+
+def test_without_a_name_the_shipped_one_serves_the_model_it_was_made_for() -> None:
+    _, origin = choose_predictor(PredictionSpec(), SMOLLM2, RetainedSet())
+    assert (origin.model, origin.tau) == ("SmolLM2-135M-Instruct", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "retained", "why"),
+    [
+        (OTHER, RetainedSet(), "made for head_dim=64, must be 32"),
+        (SMOLLM2, RetainedSet(window_tokens=128), "made for window_tokens=256, must be 128"),
+    ],
+)
+def test_where_the_shipped_one_does_not_fit_the_command_that_makes_one_is_named(
+    shape: ModelShape, retained: RetainedSet, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"hybrid_sparse\.predictor: must be given") as caught:
+        choose_predictor(PredictionSpec(), shape, retained)
+    assert why in str(caught.value)
+    assert "hybrid-sparse calibrate MODEL --texts FILE... --out predictor.safetensors" in str(caught.value)
+
+
+def test_the_named_one_serves_and_is_checked(tmp_path: Path) -> None:
+    named = save(tmp_path / "named.safetensors", OTHER)
+    assert choose_predictor(named, OTHER, RetainedSet())[1].tau == 0.2
+    with pytest.raises(ConfigError, match=r"predictor=named\.safetensors: made for head_dim=32, must be 64"):
+        choose_predictor(named, SMOLLM2, RetainedSet())
+    with pytest.raises(ConfigError, match="no such file"):
+        choose_predictor(PredictionSpec(predictor=str(tmp_path / "none")), OTHER, RetainedSet())

@@ -1,0 +1,147 @@
+"""Fluxion when serving: exact where its predictor asks for everything, independent of the company, refused without one.
+
+The engines run one after another in a child process.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.system.completions import Answer, difference
+from tests.system.engine_jobs import run_jobs
+from tests.system.tiny_models import make_tiny_model
+from vllm_hybrid_sparse.predictor.model import ModelShape, Predictor, PredictorOrigin
+from vllm_hybrid_sparse.values import RetainedSet
+
+ANSWER_TOKENS = 48  # pages leave the window meanwhile
+SHARED_TOKENS = 512
+WINDOW = {"sink_tokens": 16, "window_tokens": 64}
+CAPACITY_TOKENS = 1600  # little more than one longest request, so that concurrent requests preempt each other
+SHAPE = ModelShape(layers=3, query_heads=8, kv_heads=2, head_dim=128)  # of the tiny model
+
+
+def shared_prompts() -> list[list[int]]:
+    """Random byte tokens: prompts with a beginning in common, of whole and of broken pages, each twice."""
+    rng = random.Random(0)
+    beginning = [rng.randrange(256) for _ in range(SHARED_TOKENS)]
+    prompts = [beginning + [rng.randrange(256) for _ in range(length)] for length in (1, 16, 17, 100, 256, 257, 700)]
+    return [[5, 6, 7], *prompts, *(list(prompt) for prompt in prompts)]
+
+
+def write_predictor(path: Path, base_budget: float, shape: ModelShape = SHAPE) -> str:
+    """A predictor that gives every head this share of the host segment, or a little else by its features."""
+    torch.manual_seed(0)
+    predictor = Predictor()
+    predictor.feature_std.copy_(torch.full_like(predictor.feature_std, 10.0))
+    predictor.target_mean.copy_(torch.tensor([base_budget, 0.0]))
+    predictor.target_std.copy_(torch.tensor([base_budget / 4 if base_budget < 1 else 0.0, 0.0]))
+    with torch.no_grad():
+        predictor.outputs.bias[2] = -100.0  # none streams
+    origin = PredictorOrigin(
+        shape=shape, model="tiny", tau=0.1, retained=RetainedSet(**WINDOW), command="none", validation={}
+    )
+    predictor.save(path, origin)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each run gave for the same prompts, by its name."""
+    folder = tmp_path_factory.mktemp("fluxion")
+    everything = write_predictor(folder / "everything.safetensors", 1.0)
+    little = write_predictor(folder / "little.safetensors", 0.05)
+    other = write_predictor(
+        folder / "other.safetensors", 0.05, ModelShape(layers=4, query_heads=8, kv_heads=2, head_dim=128)
+    )
+    kv_bytes = CAPACITY_TOKENS * 3 * 2 * 2 * 128 * 4
+    shared: dict[str, Any] = {
+        "model": str(make_tiny_model("llama-gqa", folder)),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1536,
+        "attention_backend": "hybrid_sparse",
+        "block_size": 16,
+        "kv_cache_memory_bytes": 128 << 20,
+    }
+    alone = {
+        "max_num_batched_tokens": 1536,
+        "max_num_seqs": 1,
+        "enable_prefix_caching": False,
+    }
+    crowd = {
+        "max_num_batched_tokens": 200,
+        "max_num_seqs": 16,
+        "enable_prefix_caching": True,
+    }
+    tight = crowd | {"kv_cache_memory_bytes": kv_bytes + kv_bytes // 16}
+    fluxion = WINDOW | {"policy": "fluxion"}
+    jobs = [
+        {
+            "name": name,
+            "engine_args": shared | changes | {"additional_config": {"hybrid_sparse": settings}},
+            "prompts": shared_prompts(),
+            "max_tokens": ANSWER_TOKENS,
+            "margins": True,
+        }
+        for name, changes, settings in (
+            ("dense", alone, {"policy": "dense"}),
+            ("everything", tight, fluxion | {"predictor": everything}),
+            ("alone", alone, fluxion | {"predictor": little}),
+            ("crowd", crowd, fluxion | {"predictor": little}),
+            ("shipped", alone, {"policy": "fluxion"}),
+            ("other-shape", alone, fluxion | {"predictor": other}),
+            ("other-window", alone, {"policy": "fluxion", "predictor": little}),
+            ("no-file", alone, fluxion | {"predictor": str(folder / "none.safetensors")}),
+        )
+    ]
+    return run_jobs(jobs, folder / "engines.log", timeout_s=900)
+
+
+def answers(result: dict[str, Any]) -> list[Answer]:
+    assert "error" not in result, result["error"]
+    return [Answer(tuple(answer["token_ids"]), tuple(answer["margins"])) for answer in result["answers"]]
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    return [
+        f"prompt of {len(prompt)} tokens: {how}"
+        for prompt, left, right in zip(shared_prompts(), answers(expected), answers(found), strict=True)
+        if (how := difference(left, right))
+    ]
+
+
+def test_a_predictor_that_selects_everything_answers_as_dense_attention(results: dict[str, dict[str, Any]]) -> None:
+    wrong = differences(results["dense"], results["everything"])
+    assert not wrong, "\n".join(wrong)
+
+
+def test_alone_or_in_a_crowd_in_chunks_and_from_the_prefix_cache(results: dict[str, dict[str, Any]]) -> None:
+    wrong = differences(results["alone"], results["crowd"])
+    assert not wrong, "\n".join(wrong)
+
+
+def test_it_is_not_dense_attention_by_another_name(results: dict[str, dict[str, Any]]) -> None:
+    assert differences(results["dense"], results["alone"])
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        (
+            "shipped",
+            ("hybrid_sparse.predictor: must be given", "layers=30, must be 3", "hybrid-sparse calibrate MODEL"),
+        ),
+        ("other-shape", ("predictor=other.safetensors: made for layers=4, must be 3", "hybrid-sparse calibrate")),
+        ("other-window", ("predictor=little.safetensors: made for sink_tokens=16, must be 64",)),
+        ("no-file", ("none.safetensors: no such file", "hybrid-sparse calibrate")),
+    ],
+)
+def test_a_predictor_that_does_not_fit_is_refused(
+    results: dict[str, dict[str, Any]], name: str, texts: tuple[str, ...]
+) -> None:
+    error = results[name].get("error")
+    assert error is not None, "the engine started"
+    assert not [text for text in texts if text not in error], error

@@ -1,0 +1,144 @@
+"""Fluxion's decode step (section 5, figure 6) for one layer of one request, in plain torch.
+
+What the paper's steps are is said where they are computed: features in `predictor/features.py`, the network in
+`predictor/model.py`, the selector in `policy/budget.py`. Here they follow each other. Where the paper leaves a choice:
+
+- The anchor is the last query of the prompt, or of the rows appended last. It serves 256 rows, as far as the samples
+  lie behind theirs that the predictor was trained on; the row that comes then is the next anchor. So is a row of which
+  no anchor is known, and the first row that has a host segment.
+- The heads of a group share what is read: the union of their selections, each by the bounds of its own query.
+- A block's bounds are taken over the stored summaries of its pages, so that ranking reads as many bytes at every
+  granularity. `granularities` of 16 alone asks for no other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.score.reference import score_pages
+from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
+from vllm_hybrid_sparse.policy.budget import GRANULARITIES, GroupBudgets, select_budgets
+from vllm_hybrid_sparse.predictor.features import Anchor, attend_retained, decode_features, observe_anchor
+from vllm_hybrid_sparse.predictor.model import Predictor
+from vllm_hybrid_sparse.predictor.segments import Segments, in_compute_dtype
+from vllm_hybrid_sparse.predictor.validation import STREAMING_PROBABILITY
+from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
+
+ANCHOR_ROWS: Final = 256
+"""Decode rows that an anchor serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class FluxionStep:
+    """One decode row of one layer: what was thought of its heads, what was read, and what came out."""
+
+    features: Tensor  # [q_heads, 41]
+    budgets: GroupBudgets
+    scores: list[Tensor]  # [kv_heads] bounds [group, blocks] of the blocks that were ranked; empty where none were
+    pages: list[list[int]]  # [kv_heads] candidate pages read, ascending
+    out: Tensor  # [q_heads, head_dim] f64
+
+
+@dataclass(slots=True)
+class FluxionSequence:
+    """One request in one layer, from row to row."""
+
+    predictor: Predictor
+    retained: RetainedSet
+    tau: float
+    layer: int
+    scale: float
+    granularities: Sequence[int] = GRANULARITIES
+    anchor: Anchor | None = None
+    anchor_tokens: int = 0  # of the sequence that ends with the anchor
+    tokens: int = 0  # that were there after the last row
+    last_query: Tensor | None = None  # [q_heads, head_dim] of the last row, where that was exact
+
+    def append(self, query: Tensor, tokens: int) -> None:
+        """Take notice of an exact row: its query [q_heads, head_dim], and the tokens up to it."""
+        self.last_query, self.tokens, self.anchor = query, tokens, None
+
+    def decode(self, query: Tensor, keys: Tensor, values: Tensor) -> FluxionStep | None:
+        """Attend with the latest token; None where there is no candidate, and the row attends to everything.
+
+        query          [q_heads, head_dim]             bf16 | f16 | f32
+        keys, values   [kv_heads, tokens, head_dim]    its own included
+        """
+        tokens = keys.shape[1]
+        if Segments.of(self.retained, tokens).host_tokens == 0:
+            self.append(query, tokens)
+            return None
+        follows = self.tokens == tokens - 1
+        if follows and self.last_query is not None and Segments.of(self.retained, tokens - 1).host_tokens:
+            self._observe(self.last_query, keys[:, :-1], values[:, :-1])
+        elif not follows or self.anchor is None or tokens - self.anchor_tokens > ANCHOR_ROWS:
+            self._observe(query, keys, values)
+        self.last_query, self.tokens = None, tokens
+        assert self.anchor is not None
+        return self._select_and_attend(self.anchor, query, keys, values)
+
+    def _observe(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        self.anchor = observe_anchor(query, keys, values, self.scale, self.layer, self.retained, self.tau)
+        self.anchor_tokens = keys.shape[1]
+
+    def _select_and_attend(self, anchor: Anchor, query: Tensor, keys: Tensor, values: Tensor) -> FluxionStep:
+        segments = Segments.of(self.retained, keys.shape[1])
+        states = attend_retained(
+            in_compute_dtype(query), in_compute_dtype(keys), in_compute_dtype(values), self.scale, segments
+        )
+        features = decode_features(anchor, query, self.scale, states, segments)
+        budgets = choose_budgets(self.predictor, features, len(keys), segments, self.granularities)
+        scores, pages, out = list[Tensor](), list[list[int]](), list[Tensor]()
+        heads = query.reshape(len(keys), -1, query.shape[1])
+        for kv_head, (rows, key, value) in enumerate(zip(heads, keys, values, strict=True)):
+            host, first_page = key[segments.host], segments.sink_end // PAGE_TOKENS
+            blk = int(budgets.granularity[kv_head])
+            scores.append(block_bounds(rows, host, blk) if blk else torch.empty(len(rows), 0))
+            chosen = best_blocks(scores[-1], budgets.blocks[kv_head].tolist())
+            pages.append([first_page + page for page in pages_of_blocks(chosen, blk, len(host) // PAGE_TOKENS)])
+            read = [*self.retained.retained_pages(keys.shape[1]), *pages[-1]]
+            out.append(attend_pages(rows, key, value, read, self.scale)[0])
+        return FluxionStep(features, budgets, scores, pages, torch.cat(out))
+
+
+def choose_budgets(
+    predictor: Predictor, features: Tensor, kv_heads: int, segments: Segments, granularities: Sequence[int]
+) -> GroupBudgets:
+    """What each group of a layer reads, from the features [q_heads, 41] of its heads."""
+    heads = predictor.predict(features)
+    base_budget, growth, streaming = (
+        part.reshape(kv_heads, -1).numpy()
+        for part in (heads.base_budget, heads.growth, heads.streaming >= STREAMING_PROBABILITY)
+    )
+    return select_budgets(base_budget, growth, streaming, segments.host_tokens, granularities)
+
+
+def block_bounds(query: Tensor, host_keys: Tensor, granularity: int) -> Tensor:
+    """Quest's bounds of the logical blocks of a host segment, the last of which may be shorter; unscaled.
+
+    query       [group, head_dim]
+    host_keys   [host tokens, head_dim]   whole pages
+    returns     [group, blocks] f64
+    """
+    blocks = host_keys.split(granularity)
+    bounds = torch.stack([torch.stack((block.amax(dim=0), block.amin(dim=0))) for block in blocks])
+    return score_pages(query, bounds, 1.0, "minmax")
+
+
+def best_blocks(scores: Tensor, counts: Sequence[int]) -> list[int]:
+    """The union of the heads' best blocks, ascending; of equal scores the lower block is better.
+
+    scores   [group, blocks]
+    counts   how many blocks each head selects
+    """
+    orders = [row.argsort(descending=True, stable=True).tolist() for row in scores]
+    return sorted({block for order, count in zip(orders, counts, strict=True) for block in order[:count]})
+
+
+def pages_of_blocks(blocks: Sequence[int], granularity: int, num_pages: int) -> list[int]:
+    """The pages of some logical blocks of a host segment of `num_pages` pages, both counted from its first."""
+    size = granularity // PAGE_TOKENS
+    return [page for block in blocks for page in range(block * size, min((block + 1) * size, num_pages))]
