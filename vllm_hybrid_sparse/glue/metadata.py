@@ -14,13 +14,14 @@ from vllm.v1.attention.backend import (
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.host import host_runtime
+from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 
 
 @dataclass(slots=True)
 class HybridSparseMetadata(AttentionMetadata):
     """What a layer needs to know of the step."""
 
-    batch: NativeBatch
+    batch: NativeBatch | TieredBatch  # the latter where a device shares the decode rows
 
 
 class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]):
@@ -32,6 +33,7 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         runtime = host_runtime(settings_of(vllm_config))
         self._requests = runtime.requests if runtime.keeps_request_state else None
+        self._shares = runtime.settings.device != "none"
 
     def build(
         self,
@@ -44,16 +46,17 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
         requests = meta.num_reqs
         prefilling = meta.is_prefilling
         decoding = torch.ones(requests, dtype=torch.bool) if prefilling is None else ~prefilling[:requests]
-        return HybridSparseMetadata(
-            NativeBatch.from_tensors(
-                meta.query_start_loc_cpu[: requests + 1],
-                meta.seq_lens[:requests],
-                meta.block_table_tensor[:requests],
-                meta.slot_mapping,
-                decoding,
-                self._requests.of_batch(requests) if self._requests is not None else None,
-            )
+        tensors = (
+            meta.query_start_loc_cpu[: requests + 1],
+            meta.seq_lens[:requests],
+            meta.block_table_tensor[:requests],
+            meta.slot_mapping,
+            decoding,
         )
+        if self._shares:
+            return HybridSparseMetadata(TieredBatch.from_tensors(*tensors))
+        slots = self._requests.of_batch(requests) if self._requests is not None else None
+        return HybridSparseMetadata(NativeBatch.from_tensors(*tensors, slots))
 
     def use_cascade_attention(self, *_args: Any, **_kwargs: Any) -> bool:
         """Never: a shared prefix is read once per request."""

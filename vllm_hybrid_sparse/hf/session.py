@@ -77,6 +77,10 @@ class SparseSession:
             raise ConfigError(f"max_tokens={max_tokens}: must be at least 1")
         if model.device.type != "cpu":
             raise ConfigError(f"device={model.device}: must be cpu")
+        if settings.device != "none":
+            raise ConfigError(
+                f"device={settings.device!r}: a session attends on the CPU alone; serve with vLLM for that"
+            )
         self.runtime = HostRuntime(settings)
         self._model = model
         self._blocks = math.ceil(max_tokens / _BLOCK_TOKENS)

@@ -62,11 +62,11 @@ class Loader:
         """Unpin what a load holds, once; until then no other page can take its slots."""
         self._stream.submit(self.pool.release, loaded.held)
 
-    def forget(self, keys: Sequence[PageKey]) -> "Future[int]":
+    def forget(self, keys: Sequence[PageKey]) -> Future[int]:
         """Drop pages that were written in the host store: invalidation. The number of those that the pool held."""
         return self._stream.submit(self.pool.drop, keys)
 
-    def append(self, keys: Sequence[PageKey], offsets: Sequence[int], key: Tensor, value: Tensor) -> "Future[int]":
+    def append(self, keys: Sequence[PageKey], offsets: Sequence[int], key: Tensor, value: Tensor) -> Future[int]:
         """Write one new token into each of some pages, where the pool holds them; the number of those that it held.
 
         The host store has the token already, so a page that is loaded later has it too.
@@ -75,6 +75,10 @@ class Loader:
         key, value   [keys, head_dim], unchanged until the future is done
         """
         return self._stream.submit(self._append, keys, offsets, key, value)
+
+    def missing(self, keys: Sequence[PageKey]) -> Future[int]:
+        """How many of some pages the pool does not hold."""
+        return self._stream.submit(lambda: self.pool.slots_of(keys).count(-1))
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""

@@ -1,15 +1,18 @@
 """The host tier of one worker process: one thread pool, one kernel per layer shape, and their statistics."""
 
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, make_thread_pool, native_selection
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
+from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 
 
 def helper_cpus(threads: int) -> list[int]:
@@ -36,6 +39,7 @@ class HostRuntime:
         # summarises them before it attends.
         self.loaded_blocks: torch.Tensor | None = None
         self.requests = RequestSlots()
+        self.device_tier: DeviceTier | None = None  # once `open_device` has made it
         self._hgca_layers: list[_native.HgcaLayer] = []
         self._attention: dict[tuple[torch.dtype, int, int, int, int, float], NativeAttention] = {}
 
@@ -80,6 +84,30 @@ class HostRuntime:
         self.requests.attach(layer)
         return layer
 
+    def open_device(self, kv_caches: Sequence[torch.Tensor], attentions: Sequence[NativeAttention]) -> None:
+        """Make the device tier, where the settings ask for a device. ConfigError where it cannot be served.
+
+        kv_caches    the KV memory of every layer
+        attentions   the kernels of these layers, which must be one and the same: the pool's pages have one shape
+        """
+        self.close()
+        if self.settings.device == "none":
+            return
+        kernels = {id(attention): attention for attention in attentions}
+        if len(kernels) != 1:
+            raise ConfigError(
+                f"hybrid_sparse.device={self.settings.device!r}: all attention layers must have one shape, and the model "
+                f"has {len(kernels)}"
+            )
+        (attention,) = kernels.values()
+        self.device_tier = DeviceTier(self.settings, kv_caches, attention)
+
+    def close(self) -> None:
+        """End the threads of the device tier; a runtime without one has none to end."""
+        if self.device_tier is not None:
+            self.device_tier.close()
+            self.device_tier = None
+
     def describe(self) -> str:
         """Settings in effect and what they became on this machine."""
         isas = sorted({attention.isa for attention in self._attention.values()})
@@ -92,7 +120,7 @@ class HostRuntime:
         for attention in self._attention.values():
             total = total + DecodeStats.from_native(attention.stats(), attention.layout)
             attention.reset_stats()
-        return total
+        return total if self.device_tier is None else total + self.device_tier.take_decode_stats()
 
 
 @lru_cache(maxsize=1)
