@@ -53,7 +53,7 @@ class DecodeStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """Sums over decode rows, KV heads and layers of what a device and its host did. Pages are K and V of one KV head."""
+    """Sums over decode rows, KV heads and layers of what a device and its host did. A page is K and V of a KV head."""
 
     groups: int = 0  # (request, KV head, layer)
     pages_wanted: int = 0  # asked of the pool: retained set and selected

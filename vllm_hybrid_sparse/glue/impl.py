@@ -16,7 +16,10 @@ from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 
 
 class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
-    """Appends the step's keys and values and attends: in one native call, or shared with a device. Raises ConfigError for what it cannot do."""
+    """Appends the step's keys and values and attends, in one native call or sharing decode rows with a device.
+
+    Raises ConfigError for what it cannot do.
+    """
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ class Device(Protocol):
         """
 
     def merge(self, states: RowStates, group: GroupKey, state: HostState) -> None:
-        """Fold what the host has computed for a group into its rows (HGCA, section 3.3); the stream has no work then."""
+        """Fold what the host computed for a group into its rows (HGCA, section 3.3); the stream has no work then."""
 
     def close(self) -> None:
         """Finish what was asked for and end the device's threads."""

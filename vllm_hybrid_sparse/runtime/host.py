@@ -96,8 +96,8 @@ class HostRuntime:
         kernels = {id(attention): attention for attention in attentions}
         if len(kernels) != 1:
             raise ConfigError(
-                f"hybrid_sparse.device={self.settings.device!r}: all attention layers must have one shape, and the model "
-                f"has {len(kernels)}"
+                f"hybrid_sparse.device={self.settings.device!r}: all attention layers must have one shape, and the "
+                f"model has {len(kernels)}"
             )
         (attention,) = kernels.values()
         self.device_tier = DeviceTier(self.settings, kv_caches, attention)

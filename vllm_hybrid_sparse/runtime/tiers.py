@@ -95,6 +95,8 @@ class DeviceTier:
     def forget_blocks(self, blocks: Sequence[int]) -> None:
         """Drop all pages of blocks, in every layer, that something else than a step has written or is about to."""
         of_block = self._layout.pages_per_block
+        if not blocks:
+            return
         self.loader.forget(
             [
                 PageKey(layer, kv_head, page)

@@ -64,7 +64,8 @@ def attend_pages(
     query         [group, head_dim]   of the KV dtype
     kv_cache      as in `NativeAttention.forward`
     block_table   [blocks] int32      of the request
-    pages         [pages] int32       0 the request's first, in any order, each once; tokens from seq_len on are not there
+    pages         [pages] int32       0 the request's first, in any order, each once
+    seq_len       tokens of the request; those of its last page beyond are not looked at
     """
     group = attention.num_q_heads // attention.num_kv_heads
     _check(attention, "query", query, group, block_table)
