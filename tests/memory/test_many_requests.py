@@ -1,4 +1,4 @@
-"""Thousands of requests of random lengths with random aborts, their pages in and out of a small pool: nothing is left."""
+"""Thousands of requests of random lengths with random aborts, in and out of a small pool: nothing is left."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""Layers as a server drives them, with a device: the same requests and tokens as a `ServedLayer`, through the executor."""
+"""Layers as a server drives them, with a device: the requests and tokens of a `ServedLayer`, through the executor."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -106,7 +106,8 @@ def _evicted(server: Server) -> int:
 @pytest.mark.parametrize("setting", ["dense", "psa"])
 def test_smollm2_over_http_answers_as_stock(setting: str, smollm2: Path, tmp_path: Path) -> None:
     """A real model of 30 layers through two servers, its layers in turn for the same few slots."""
-    asked = [prompt[:length] for prompt, length in zip(shared_prefix_prompts(load_tokenizer(smollm2)), (500, 330, 45))]
+    made = shared_prefix_prompts(load_tokenizer(smollm2))
+    asked = [made[0][:500], made[1][:330], made[2][:45]]
     shared = [*stock_args("float32", 1024, kv_cache_bytes=160 << 20), "--enforce-eager", "--max-num-batched-tokens=256"]
     ours = our_args(device="emulated", log_interval_s=1, **SMALLEST[setting])
     answers = []

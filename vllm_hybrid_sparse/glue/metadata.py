@@ -28,6 +28,7 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
     """Wraps vLLM's own CPU tensors; copies none but the decode mask. Names the slots of requests that have state."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _shares = False  # whether a device shares the decode rows
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

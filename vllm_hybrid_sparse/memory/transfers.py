@@ -118,13 +118,12 @@ class Loader:
         absent: dict[PageKey, Exception | None] = {}  # None: unwanted
         waiting = list(missing)
         for first in range(0, len(waiting), COPY_PAGES):
-            keys = waiting[first : first + COPY_PAGES]
+            copied = waiting[first : first + COPY_PAGES]
             if all(load.unwanted(part) or not loaded.slots[part] for part in range(len(load.parts))):
                 absent.update(dict.fromkeys(waiting[first:]))
                 break
-            for key, error in self._copy(load.source, keys, [missing[key] for key in keys]):
-                absent[key] = error
-            loaded.fetched_pages += len(keys)
+            absent.update(self._copy(load.source, copied, [missing[key] for key in copied]))
+            loaded.fetched_pages += len(copied)
         if not absent:
             return
         loaded.fetched_pages -= sum(error is not None for error in absent.values())

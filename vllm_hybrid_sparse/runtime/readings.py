@@ -72,4 +72,5 @@ def log_unread_after(log_weights: NDArray[np.floating], order: NDArray[np.int64]
     suffix = np.logaddexp.accumulate(backwards, axis=1)[:, ::-1]  # [:, p]: of the pages from place p on
     ends = np.arange(step, len(order) + step, step)
     padded = np.concatenate([suffix, np.full((len(suffix), 1), -np.inf)], axis=1)
-    return padded[:, np.minimum(ends, len(order))].T
+    after: NDArray[np.float64] = padded[:, np.minimum(ends, len(order))].T
+    return after
