@@ -6,7 +6,7 @@ device; decode rows are left to this executor.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -106,7 +106,10 @@ class TieredLayer:
         readings, shares = self._rank(step, scores)
         queue = TaskQueue(self._plan(self._tasks(step, readings, scores)))
         attending = tier.launcher.submit(tier.side.run, rows, self._waves(queue, readings))
-        hosted = self._read_on_host(step, queue, readings)
+        try:
+            hosted = self._read_on_host(step, queue, readings)
+        finally:
+            wait([attending])  # nothing of this step may still run when it has failed
         selected = self._finish(step, attending)
         for group, result in hosted.items():
             tier.device.merge(rows.states, group, result.state)

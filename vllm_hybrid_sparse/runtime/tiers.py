@@ -105,7 +105,7 @@ class DeviceTier:
                 for block in blocks
                 for page in range(block * of_block, (block + 1) * of_block)
             ]
-        )
+        ).result()
 
     def count(self, tiers: TierStats, decode: DecodeStats) -> None:
         """Add what a layer's step did."""
