@@ -103,6 +103,14 @@ def test_blocks_of_others_are_never_read() -> None:
             model.layers[0].finish(request[0])
 
 
+@torch.inference_mode()
+def test_a_step_in_inference_mode() -> None:
+    """As vLLM runs it: the mode belongs to the step's thread, and its tensors cannot be written outside."""
+    settings = {**SMALL, "policy": "progressive", "threshold": 1.0, "device_pool_pages": 64, "host_share": "queue"}
+    with TieredModel(settings) as model:
+        serve(model, (17, 150), steps=2)
+
+
 def test_decode_and_prefill_in_one_step() -> None:
     with TieredModel({**SMALL, "policy": "dense", "device_pool_pages": 64}) as model:
         one, other = model.start(), model.start()

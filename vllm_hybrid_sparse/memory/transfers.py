@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import CapacityError, LoadError
@@ -84,6 +85,7 @@ class Loader:
         """Finish what is queued and end the thread."""
         self._stream.shutdown(wait=True)
 
+    @torch.inference_mode()  # which belongs to a thread: vLLM makes the pool in it
     def _append(self, keys: Sequence[PageKey], offsets: Sequence[int], key: Tensor, value: Tensor) -> int:
         slots = self.pool.slots_of(keys)
         places = [index for index, slot in enumerate(slots) if slot >= 0]
@@ -93,6 +95,7 @@ class Loader:
             )
         return len(places)
 
+    @torch.inference_mode()
     def _load(self, load: Load) -> Loaded:
         loaded = Loaded([[] for _ in load.parts])
         missing: dict[PageKey, int] = {}  # to be copied, and into which slot

@@ -79,6 +79,7 @@ class EmulatedDevice:
         """See `Device`."""
         self._stream.shutdown(wait=True)
 
+    @torch.inference_mode()  # which belongs to a thread: vLLM's step is in it, and so are the states
     def _attend(
         self,
         query: Tensor,
