@@ -10,9 +10,11 @@ from tests.tolerances import CODE_TIE, SCORE_TIE, assert_close
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_weights
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import attend_pages, score_pages
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.kernels.score.reference import score_pages as reference_scores
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages as reference_attention
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
+from vllm_hybrid_sparse.values import SelectionSpec
 
 
 def served(shape: Shape, tokens: int) -> tuple[ServedLayer, Request, torch.Tensor, torch.Tensor]:
@@ -64,6 +66,25 @@ def test_scores_are_those_of_the_references(isa: str, summary: str, threads: int
                 expected = reference_scores(one, summarize_pages(keys, summary), shape.scale, summary)
             tie = CODE_TIE if summary == "key_codes" else SCORE_TIE
             torch.testing.assert_close(scores[head].double(), expected[0], rtol=0, atol=tie)
+
+
+def test_a_row_of_length_zero_is_stored_and_not_attended() -> None:
+    layer, request, table, query = served(Shape(), 47)
+    key, value = layer.random(1, 2, 64), layer.random(1, 2, 64)
+    output = torch.full((1, 4, 64), 7.0)
+    batch = NativeBatch.from_tensors(
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+        table[None],
+        torch.tensor([request.blocks[1] * 32 + 15]),
+        torch.ones(1, dtype=torch.bool),
+    )
+    layer.attention.forward(query[None], key, value, layer.kv_cache, batch, SelectionSpec(), None, output)
+    assert output.eq(7.0).all()
+    pages = torch.tensor([2], dtype=torch.int32)
+    state = attend_pages(layer.attention, query[:2], layer.kv_cache, table, 0, pages, 48)
+    keys, values = torch.cat((request.key, key))[:, 0], torch.cat((request.value, value))[:, 0]
+    assert_close(state.out, reference_attention(query[:2], keys, values, [2], 0.125)[0])
 
 
 def test_what_does_not_fit_is_refused() -> None:

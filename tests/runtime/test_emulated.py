@@ -113,8 +113,8 @@ def test_microbatches_add_up_and_nobody_else_s_rows_change() -> None:
 
 def test_a_done_group_is_left_as_it_is_and_the_last_one_sets_the_stop_flag() -> None:
     made = Microbatches(threshold=0.9)
-    made.content[0, 0, 32:] *= 0  # a first microbatch that outweighs the rest
-    made.content[0, 0, :32] = 30 * made.query[0, 0] / made.query[0, 0].norm()
+    made.content[0, 0, 16:] *= 0  # a first page that outweighs all others, which are as light as the lightest read
+    made.content[0, 0, :16] = 30 * made.query[0, 0] / made.query[0, 0].norm()
     made.query[0, 1] = made.query[0, 0]
     made.content[1, 0] *= 0  # of the other group all pages weigh the same
     made.attend(0)

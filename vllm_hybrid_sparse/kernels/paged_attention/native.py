@@ -56,7 +56,8 @@ class NativeBatch:
         """Check and wrap; all on the CPU, `slot_mapping` may be longer than the batch.
 
         query_start_loc   [requests + 1]         int32  first query token of each request, then their number
-        seq_lens          [requests]             int32  tokens of each request, the batch's included
+        seq_lens          [requests]             int32  tokens of each request, the batch's included; 0 with one query
+                                                        token: its keys are stored, its output is left as it is
         block_table       [requests, max_blocks] int32  block ids, rows may be strided
         slot_mapping      [tokens]               int64  block * block_tokens + offset, negative: do not store
         decode_mask       [requests]             bool | uint8  one query token, attends sparsely; others exactly
