@@ -62,7 +62,7 @@ def _job(name: str, model: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Stock vLLM and each setting, one engine after another; little KV memory, so that requests preempt each other."""
+    """Stock vLLM and each setting, one after another; ours with so little KV memory that blocks are used again."""
     folder = tmp_path_factory.mktemp("device")
     model = make_tiny_model("llama-gqa", folder)
     jobs = [_job("stock", model)]
