@@ -8,7 +8,15 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Self
 
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.values import CODE_BITS, PAGE_TOKENS, SUMMARY_VECTORS, RetainedSet, SalienceSpec, SelectionSpec
+from vllm_hybrid_sparse.values import (
+    CODE_BITS,
+    MICROBATCHES_IN_FLIGHT,
+    PAGE_TOKENS,
+    SUMMARY_VECTORS,
+    RetainedSet,
+    SalienceSpec,
+    SelectionSpec,
+)
 
 PAGE_POLICIES = ("dense", "topk", "progressive")
 POLICIES = (*PAGE_POLICIES, "hgca")
@@ -277,7 +285,7 @@ class HybridSparseConfig:
             return
         if self.policy not in PAGE_POLICIES:
             raise _refusal("device", self.device, f"attends to pages, and the policy is {self.policy}")
-        least = 2 * self.selection.microbatch_pages
+        least = MICROBATCHES_IN_FLIGHT * self.selection.microbatch_pages
         if self.device_pool_pages is not None and self.device_pool_pages < least:
             rule = f"must be at least {least}: the microbatch that a group attends to, and the one that is loaded"
             raise _refusal("device_pool_pages", self.device_pool_pages, rule)

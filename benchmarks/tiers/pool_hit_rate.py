@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.accuracy.answers import Prefill
 from benchmarks.report import markdown_table, save
 from benchmarks.tiers.traces import Trace, layer_pages, record, replay
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
@@ -33,7 +35,7 @@ def rows_of(traces: list[Trace], policy: str, pages: int, shares: list[float], p
     layers, steps = len(traces[0][0]), len(traces[0])
     microbatch_pages = HybridSparseConfig(**POLICIES[policy]).selection.microbatch_pages
     rows = []
-    for share in shares:
+    for share in tqdm(shares, desc=f"replaying {policy}", unit="share"):
         for unified, eviction in POOLS:
             shape = PoolShape(
                 capacity_pages=int(share * pages),
@@ -83,8 +85,13 @@ def main() -> None:
     pages = options.requests * layers * heads * -(-options.tokens // PAGE_TOKENS)
     page_bytes = 2 * PAGE_TOKENS * config.head_dim * 2  # served in bf16
     rows, read = [], {}
-    for policy, settings in POLICIES.items():
-        traces = [record(model, window, options.steps, HybridSparseConfig(**settings)) for window in windows]
+    recorded: dict[str, list[Trace]] = {policy: [] for policy in POLICIES}
+    for window in tqdm(windows, desc="recording", unit="window"):
+        prompt, decoded = window[: -options.steps], window[-options.steps :]
+        prefill = Prefill(model, prompt, new_tokens=options.steps)
+        for policy, settings in POLICIES.items():
+            recorded[policy].append(record(prefill, decoded, HybridSparseConfig(**settings)))
+    for policy, traces in recorded.items():
         read[policy] = layer_pages(traces)
         rows += rows_of(traces, policy, pages, [float(share) for share in options.shares.split(",")], page_bytes)
     case = {"text": options.text.name, "requests": options.requests, "tokens": options.tokens, "steps": options.steps}

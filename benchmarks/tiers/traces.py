@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
+from benchmarks.accuracy.answers import Prefill
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
@@ -29,10 +29,11 @@ class PoolUse:
         return self.hit_pages / self.wanted_pages if self.wanted_pages else float("nan")
 
 
-def record(model: PreTrainedModel, token_ids: torch.Tensor, steps: int, settings: HybridSparseConfig) -> Trace:
-    """Prefill all but the last `steps` tokens of a text, decode these, and note what each step reads.
+def record(prefill: Prefill, decoded: torch.Tensor, settings: HybridSparseConfig) -> Trace:
+    """Decode some tokens, the true one fed whatever the model says, and note what each step reads.
 
-    token_ids   [tokens] int64
+    prefill   of all before `decoded`
+    decoded   [steps] int64
     """
     trace: Trace = []
 
@@ -42,11 +43,10 @@ def record(model: PreTrainedModel, token_ids: torch.Tensor, steps: int, settings
         retained = settings.retained.retained_pages(step.keys.shape[1])
         trace[-1].append([[*retained, *plan] for plan in step.plans])
 
-    prompt, decoded = token_ids[:-steps], token_ids[-steps:]
-    with SparseSession(model, settings, max_tokens=len(token_ids), watch=watch), torch.no_grad():
-        cache = model(prompt[None], use_cache=True, logits_to_keep=1).past_key_values
-        for token in decoded:
-            cache = model(token[None, None], past_key_values=cache, use_cache=True).past_key_values
+    with SparseSession(prefill.model, settings, max_tokens=prefill.max_tokens, watch=watch) as session:
+        prefill.rewind(session)
+        for token in [prefill.last_token, *decoded[:-1].tolist()]:
+            prefill.feed(token)
     return trace
 
 

@@ -103,7 +103,7 @@ def _evicted(server: Server) -> int:
     return sum(int(count) for count in re.findall(r"device pool hit .*? (\d+) evicted", log))
 
 
-@pytest.mark.parametrize("setting", ["dense", "psa"])
+@pytest.mark.parametrize("setting", ["dense", pytest.param("psa", marks=pytest.mark.slow)])
 def test_smollm2_over_http_answers_as_stock(setting: str, smollm2: Path, tmp_path: Path) -> None:
     """A real model of 30 layers through two servers, its layers in turn for the same few slots."""
     made = shared_prefix_prompts(load_tokenizer(smollm2))

@@ -20,10 +20,7 @@ from vllm_hybrid_sparse.memory.transfers import Load, Loaded, Loader
 from vllm_hybrid_sparse.metrics import TierStats
 from vllm_hybrid_sparse.runtime.device import Attended, Device, RowStates, WaveFlags
 from vllm_hybrid_sparse.runtime.readings import Reading
-from vllm_hybrid_sparse.values import GroupKey, PageKey
-
-MICROBATCHES_IN_FLIGHT = 2
-"""Of a group: the one that is attended and the one that is loaded meanwhile."""
+from vllm_hybrid_sparse.values import MICROBATCHES_IN_FLIGHT, GroupKey, PageKey
 
 
 @dataclass(slots=True)

@@ -15,9 +15,9 @@ from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.memory.transfers import Loader
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
-from vllm_hybrid_sparse.runtime.device_side import MICROBATCHES_IN_FLIGHT, DeviceSide
+from vllm_hybrid_sparse.runtime.device_side import DeviceSide
 from vllm_hybrid_sparse.runtime.emulated import EmulatedDevice
-from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
+from vllm_hybrid_sparse.values import MICROBATCHES_IN_FLIGHT, PAGE_TOKENS, PageKey
 
 logger = logging.getLogger(__name__)
 
