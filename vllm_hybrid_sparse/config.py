@@ -26,7 +26,7 @@ THREAD_POOLS = ("auto", "own", "openmp")
 ISAS = ("auto", "avx512_bf16", "avx512", "avx2", "scalar")
 DEVICES = ("none", "emulated")
 DEVICE_POOLS = ("unified", "per_layer")
-DEVICE_EVICTIONS = ("lru", "fifo")
+DEVICE_EVICTIONS = ("cyclic", "lru", "fifo")
 HOST_SHARES = ("none", "uniform", "length", "queue")
 
 _SECTION = "hybrid_sparse"  # the key of `--additional-config` that holds these settings
@@ -237,9 +237,10 @@ class HybridSparseConfig:
         devices=("emulated",),
     )
     device_eviction: str | None = _choice(
-        "lru",
+        "cyclic",
         DEVICE_EVICTIONS,
-        "which page makes room for another: the one used longest ago, or the one loaded first",
+        "which page makes room for another: cyclic, one that its layer left out lately, else the one used last, since "
+        "layers take turns; lru, the one used longest ago; fifo, the one loaded first",
         devices=("emulated",),
     )
     host_share: str | None = _choice(

@@ -1,4 +1,4 @@
-"""One pool for all layers against an equal split, LRU against FIFO, on what SmolLM2 reads of a text.
+"""One pool for all layers against an equal split, and orders of eviction, on what SmolLM2 reads of a text.
 
     python -m benchmarks.tiers.pool_hit_rate --text PATH [--requests 4] [--tokens 4096] [--steps 48]
 
@@ -21,13 +21,14 @@ from benchmarks.tiers.traces import Trace, layer_pages, record, replay
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.memory.device_pool import PoolShape
+from vllm_hybrid_sparse.policy.eviction import EVICTIONS
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 POLICIES: dict[str, dict[str, Any]] = {
     "progressive 0.95": {"policy": "progressive"},
     "topk 5 %": {"policy": "topk"},
 }
-POOLS = [(unified, eviction) for unified in (True, False) for eviction in ("lru", "fifo")]
+POOLS = [(unified, eviction) for unified in (True, False) for eviction in EVICTIONS]
 
 
 def rows_of(traces: list[Trace], policy: str, pages: int, shares: list[float], page_bytes: int) -> list[dict[str, Any]]:

@@ -222,7 +222,7 @@ def test_a_device_has_a_pool_and_nothing_else_has() -> None:
     assert (device.device_pool_pages, device.device_pool, device.device_eviction, device.host_share) == (
         4096,
         "unified",
-        "lru",
+        "cyclic",
         "none",
     )
     assert HybridSparseConfig().device_pool_pages is None

@@ -18,7 +18,7 @@ LAYERS, KV_HEADS, BLOCKS = 2, 2, 10
 class PoolStates(RuleBasedStateMachine):
     """Requests own blocks of one page each, some shared with the request they were forked from."""
 
-    @initialize(capacity=st.integers(2, 24), unified=st.booleans(), eviction=st.sampled_from(["lru", "fifo"]))
+    @initialize(capacity=st.integers(2, 24), unified=st.booleans(), eviction=st.sampled_from(["cyclic", "lru", "fifo"]))
     def begin(self, capacity: int, unified: bool, eviction: str) -> None:
         self.store = Store(layers=LAYERS, kv_heads=KV_HEADS, blocks=BLOCKS)
         shape = PoolShape(

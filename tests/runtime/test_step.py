@@ -67,7 +67,7 @@ def test_rows_are_those_of_the_references(policy: str, host_share: str) -> None:
 
 
 @pytest.mark.parametrize("pool", ["unified", "per_layer"])
-@pytest.mark.parametrize("eviction", ["lru", "fifo"])
+@pytest.mark.parametrize("eviction", ["cyclic", "lru", "fifo"])
 @pytest.mark.parametrize("policy", EXACT)
 def test_a_pool_of_one_group_evicts_in_every_step_and_stays_exact(policy: str, eviction: str, pool: str) -> None:
     settings = {**SMALL, **POLICIES[policy], "device_pool": pool, "device_eviction": eviction}

@@ -3,22 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_hybrid_sparse.errors import CapacityError, ConfigError
+from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.policy.eviction import EVICTIONS
-from vllm_hybrid_sparse.policy.slot_table import SlotTable
+from vllm_hybrid_sparse.policy.slot_table import SlotTable, Taken
 from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
-
-
-class Taken(NamedTuple):
-    """Slots of some pages, which are pinned."""
-
-    slots: list[int]  # in the order of the pages
-    missing: list[int]  # which of them hold nothing yet, as indices; a page that was asked for twice is named once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +21,7 @@ class PoolShape:
     layers: int
     head_dim: int
     dtype: torch.dtype
-    eviction: str = "lru"  # lru | fifo
+    eviction: str = "cyclic"  # cyclic | lru | fifo
     unified: bool = True  # False: every layer has an equal share of the slots to itself, as a baseline
 
     def __post_init__(self) -> None:
@@ -66,24 +58,12 @@ class DevicePool:
         return self._tables[0 if self.shape.unified else layer]
 
     def take(self, keys: Sequence[PageKey]) -> Taken:
-        """Give slots to pages and pin each, once for each time that it is asked for.
+        """Give slots to pages of one layer and pin each, once for each time that it is asked for.
 
-        The caller fills the slots of those that are missing, or drops these pages. CapacityError, with nothing pinned
-        and nothing left that holds no content, where not all fit together with what is pinned.
+        The caller fills the slots of those that are missing, or drops these pages. CapacityError, with nothing changed,
+        where not all fit beside what is pinned.
         """
-        slots: list[int] = []
-        missing: list[int] = []
-        for index, key in enumerate(keys):
-            try:
-                slot, resident = self._table(key.layer).take(key)
-            except CapacityError:
-                self.release(keys[:index])
-                self.drop([keys[place] for place in missing])
-                raise
-            slots.append(slot)
-            if not resident:
-                missing.append(index)
-        return Taken(slots, missing)
+        return self._table(keys[0].layer).take(keys) if keys else Taken([], [])
 
     def release(self, keys: Iterable[PageKey]) -> None:
         """Undo the pins of one `take`; the pages stay until their slots are needed."""

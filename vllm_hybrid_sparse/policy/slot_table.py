@@ -1,10 +1,19 @@
 """Which page lies in which slot, and which slots may not be taken: numbers only, the memory is elsewhere."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 from vllm_hybrid_sparse.errors import CapacityError
 from vllm_hybrid_sparse.policy.eviction import Eviction
 from vllm_hybrid_sparse.values import PageKey
+
+
+class Taken(NamedTuple):
+    """Slots of some pages, which are pinned."""
+
+    slots: list[int]  # in the order of the pages
+    missing: list[int]  # which of them hold nothing yet, as indices; a page that was asked for twice is named once
 
 
 class SlotTable:
@@ -16,37 +25,42 @@ class SlotTable:
         self._order = order
         self._slot_of: dict[PageKey, int] = {}
         self._pins: dict[PageKey, int] = {}
-        self.evictions = 0  # pages that made room for another, since the table was made
+        self.evictions = 0  # pages that made room for others, since the table was made
 
-    def take(self, key: PageKey) -> tuple[int, bool]:
-        """Give the page a slot, if it has none, and pin it once more.
+    def take(self, keys: Sequence[PageKey]) -> Taken:
+        """Give slots to the pages that have none, and pin each once for each time that it is named.
 
-        returns   (slot, whether the page was there already; else the slot holds what its last page left)
-
-        CapacityError where no slot is free and all that are taken are pinned; nothing has changed then.
+        The slots of missing pages hold what others left there. CapacityError where not all fit beside what is pinned;
+        no page has lost or got a slot or a pin then.
         """
-        slot = self._slot_of.get(key)
-        resident = slot is not None
-        if slot is None:
-            slot = self._free.pop() if self._free else self._evict()
-            self._slot_of[key] = slot
-            self._order.add(key)
-        else:
-            self._order.touch(key)
-        self._pins[key] = self._pins.get(key, 0) + 1
-        return slot, resident
+        needed = len({key for key in keys if key not in self._slot_of}) - len(self._free)
+        if needed > 0:
+            self._evict(needed, set(keys))
+        missing = []
+        for index, key in enumerate(keys):
+            if key in self._slot_of:
+                self._order.touch(key)
+            else:
+                self._slot_of[key] = self._free.pop()
+                self._order.add(key)
+                missing.append(index)
+            self._pins[key] = self._pins.get(key, 0) + 1
+        return Taken([self._slot_of[key] for key in keys], missing)
 
-    def _evict(self) -> int:
-        # Under LRU the pinned pages, just used, stand last; under FIFO at most all that are pinned are passed over.
-        victim = next((key for key in self._order if key not in self._pins), None)
-        if victim is None:
-            raise CapacityError(f"device_pool_pages={len(self._capacity)}: every slot is in use by the step under way")
-        self.evictions += 1
-        self._order.remove(victim)
-        return self._slot_of.pop(victim)
+    def _evict(self, count: int, wanted: set[PageKey]) -> None:
+        """Free so many slots, passing once over the pages that stay because they are pinned or wanted."""
+        spare = (key for key in self._order if key not in self._pins and key not in wanted)
+        victims = list(islice(spare, count))
+        if len(victims) < count:
+            raise CapacityError(
+                f"device_pool_pages={len(self._capacity)}: {len(wanted)} pages do not fit beside {self.pinned} in use"
+            )
+        for victim in victims:
+            self.drop(victim)
+        self.evictions += count
 
     def unpin(self, key: PageKey) -> None:
-        """Undo one `take` of the page; it keeps its slot until another page needs it."""
+        """Undo one pin of the page; it keeps its slot until another page needs it."""
         if self._pins[key] == 1:
             del self._pins[key]
         else:
