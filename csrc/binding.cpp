@@ -176,6 +176,19 @@ NB_MODULE(_native, m) {
       .def("summarize", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t blocks, int count) {
         self.summarize(at<char>(kv), block_stride, at<int32_t>(blocks), count);
       }, nb::call_guard<nb::gil_scoped_release>())
+      .def("score_pages", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t block_table, uintptr_t query,
+                             int page_begin, int count, uintptr_t scores) {
+        self.score_pages({at<char>(kv), block_stride, at<int32_t>(block_table)}, at<char>(query), page_begin, count,
+                         at<float>(scores));
+      }, "kv"_a, "block_stride"_a, "block_table"_a, "query"_a, "page_begin"_a, "count"_a, "scores"_a,
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("attend_pages", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t block_table, uintptr_t query,
+                              int kv_head, uintptr_t pages, int count, int seq_len, uintptr_t out, uintptr_t lse,
+                              uintptr_t lightest_lse) {
+        self.attend_pages({at<char>(kv), block_stride, at<int32_t>(block_table)}, at<char>(query), kv_head,
+                          at<int32_t>(pages), count, seq_len, at<float>(out), at<float>(lse), at<float>(lightest_lse));
+      }, "kv"_a, "block_stride"_a, "block_table"_a, "query"_a, "kv_head"_a, "pages"_a, "count"_a, "seq_len"_a, "out"_a,
+           "lse"_a, "lightest_lse"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("stats", &Engine::stats, nb::rv_policy::copy)
       .def("reset_stats", &Engine::reset_stats)
       .def("last_plan", &Engine::last_plan, "request"_a, "kv_head"_a)

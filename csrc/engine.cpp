@@ -48,11 +48,15 @@ void Engine::forward(const LayerCall& call, const Batch& batch, const Selection&
 }
 
 PageTable Engine::page_table(const LayerCall& call, const Batch& batch, int request, int head) const {
+  return page_table({call.kv, call.block_stride, batch.block_table + request * batch.block_table_stride}, head);
+}
+
+PageTable Engine::page_table(const RequestPages& of, int head) const {
   const Layout& layout = geometry_.layout;
-  return {call.kv + head * layout.head_pages_bytes(),
-          call.kv + geometry_.kv_heads * layout.head_pages_bytes() + head * layout.head_summaries_bytes(),
-          batch.block_table + request * batch.block_table_stride,
-          call.block_stride,
+  return {of.kv + head * layout.head_pages_bytes(),
+          of.kv + geometry_.kv_heads * layout.head_pages_bytes() + head * layout.head_summaries_bytes(),
+          of.block_table,
+          of.block_stride,
           layout.page_bytes(),
           layout.summary_bytes(),
           layout.pages_per_block()};

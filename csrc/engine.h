@@ -79,6 +79,13 @@ struct LayerCall {
   int64_t out_stride;
 };
 
+// Where the KV of one request in one layer lies.
+struct RequestPages {
+  char* kv;
+  int64_t block_stride;  // bytes
+  const int32_t* block_table;
+};
+
 // Sums over calls, decode rows only.
 struct Stats {
   int64_t calls = 0;
@@ -105,6 +112,14 @@ class Engine {
   void forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca, FluxionLayer* fluxion);
   // Summarises every page of some blocks anew, for keys that something else has written.
   void summarize(char* kv, int64_t block_stride, const int32_t* blocks, int count);
+  // The parts of a decode row one at a time, for a runtime that decides in between (host_tasks.cpp). They count nothing.
+  // Scores the summaries of pages [page_begin, page_begin + count) of one request for a token's query heads:
+  // scores [q_heads][count].
+  void score_pages(const RequestPages& of, const char* query, int page_begin, int count, float* scores);
+  // Attends with the query heads of one group to some pages of one request, of which seq_len tokens are there: normalised
+  // rows out [group][head_dim], their log-sum-exp (-inf where no token was seen), and that of each row's lightest page.
+  void attend_pages(const RequestPages& of, const char* query, int head, const int32_t* pages, int count, int seq_len,
+                    float* out, float* lse, float* lightest_lse);
 
   const Isa& isa() const { return isa_; }
   const Geometry& geometry() const { return geometry_; }
@@ -285,6 +300,7 @@ class Engine {
   void count_stats();
 
   PageTable page_table(const LayerCall& call, const Batch& batch, int request, int head) const;
+  PageTable page_table(const RequestPages& of, int head) const;
   const char* query_row(const LayerCall& call, int token, int q_head) const;
 
   // A state is group rows of [max, sum, page_lse_min] and then the rows' outputs.

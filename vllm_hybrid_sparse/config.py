@@ -10,6 +10,7 @@ from typing import Any, Self
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.values import (
     CODE_BITS,
+    MICROBATCHES_IN_FLIGHT,
     PAGE_TOKENS,
     SUMMARY_VECTORS,
     PredictionSpec,
@@ -25,6 +26,10 @@ BLOCK_GRANULARITIES = (0, 16, 32, 64, 128)
 REMAINDERS = ("auto", "estimated", "lightest_page")
 THREAD_POOLS = ("auto", "own", "openmp")
 ISAS = ("auto", "avx512_bf16", "avx512", "avx2", "scalar")
+DEVICES = ("none", "emulated")
+DEVICE_POOLS = ("unified", "per_layer")
+DEVICE_EVICTIONS = ("cyclic", "lru", "fifo")
+HOST_SHARES = ("none", "uniform", "length", "queue")
 
 _FLUXION_SUMMARY = "minmax"  # its predictor is trained on budgets of blocks ranked by these bounds
 _SECTION = "hybrid_sparse"  # the key of `--additional-config` that holds these settings
@@ -44,18 +49,23 @@ class _Setting:
     unit: str = ""
     policies: tuple[str, ...] = ()  # the only ones that use it; empty: every policy may
     summaries: tuple[str, ...] = ()  # likewise
+    devices: tuple[str, ...] = ()  # likewise
     unless: str = ""  # the setting that takes this one's place where it is given
 
 
 def _setting(setting: _Setting) -> Any:
     """A dataclass field; one that not every policy and summary uses stays None until it is known to be used."""
-    restricted = setting.policies or setting.summaries
+    restricted = setting.policies or setting.summaries or setting.devices
     return field(default=None if restricted else setting.default, metadata={"setting": setting})
 
 
-def _choice(default: str, choices: tuple[str, ...], meaning: str) -> Any:
+def _choice(default: str, choices: tuple[str, ...], meaning: str, devices: tuple[str, ...] = ()) -> Any:
     values = f"one of {', '.join(choices)}"
-    return _setting(_Setting(kind=str, default=default, values=values, allows=choices.__contains__, meaning=meaning))
+    return _setting(
+        _Setting(
+            kind=str, default=default, values=values, allows=choices.__contains__, meaning=meaning, devices=devices
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +240,43 @@ class HybridSparseConfig:
         THREAD_POOLS,
         "whose threads help: the kernel's own, or torch's GNU OpenMP team; auto takes openmp where it is loaded",
     )
+    device: str = _choice(
+        "none",
+        DEVICES,
+        "where decode rows attend: none, on the CPU where the pages lie; emulated, through a pool of page slots and "
+        "threads that stand for a GPU and its streams (slow: for tests and for studying the pool)",
+    )
+    device_pool_pages: int | None = _setting(
+        _Setting(
+            kind=int,
+            default=4096,
+            values=f"1 to {_MAX_PAGES}, and no fewer than two microbatches",
+            allows=lambda value: 1 <= value <= _MAX_PAGES,
+            meaning="page slots of the device, all layers together",
+            unit="pages",
+            devices=("emulated",),
+        )
+    )
+    device_pool: str | None = _choice(
+        "unified",
+        DEVICE_POOLS,
+        "whether all layers share the slots (PSA) or each has an equal part to itself",
+        devices=("emulated",),
+    )
+    device_eviction: str | None = _choice(
+        "cyclic",
+        DEVICE_EVICTIONS,
+        "which page makes room for another: cyclic, one that its layer left out lately, else the one used last, since "
+        "layers take turns; lru, the one used longest ago; fifo, the one loaded first",
+        devices=("emulated",),
+    )
+    host_share: str | None = _choice(
+        "none",
+        HOST_SHARES,
+        "which groups of query heads the host computes beside the device: none, every second one, the longest rows, or "
+        "what it takes from one queue for both (Fluxion)",
+        devices=("emulated",),
+    )
     log_interval_s: float = _setting(
         _Setting(
             kind=float,
@@ -250,7 +297,7 @@ class HybridSparseConfig:
             self._check_use(entry)
             setting = _setting_of(entry)
             replaced = setting.unless and getattr(self, setting.unless) is not None
-            used = setting.policies or setting.summaries
+            used = setting.policies or setting.summaries or setting.devices
             if getattr(self, entry.name) is None and used and not self._unused_because(setting) and not replaced:
                 default = _FLUXION_SUMMARY if (self.policy, entry.name) == ("fluxion", "summary") else setting.default
                 object.__setattr__(self, entry.name, default)
@@ -261,12 +308,25 @@ class HybridSparseConfig:
             object.__setattr__(self, "remainder", "estimated" if estimates else "lightest_page")
         if self.remainder == "estimated" and self.summary != "key_codes":
             raise _refusal("remainder", self.remainder, f"needs summary key_codes, and the summary is {self.summary}")
+        self._check_device()
+
+    def _check_device(self) -> None:
+        """Refuse a device that could not serve one group, or serves another policy."""
+        if self.device == "none":
+            return
+        if self.policy not in PAGE_POLICIES:
+            raise _refusal("device", self.device, f"attends to pages, and the policy is {self.policy}")
+        least = MICROBATCHES_IN_FLIGHT * self.selection.microbatch_pages
+        if self.device_pool_pages is not None and self.device_pool_pages < least:
+            rule = f"must be at least {least}: the microbatch that a group attends to, and the one that is loaded"
+            raise _refusal("device_pool_pages", self.device_pool_pages, rule)
 
     def _unused_because(self, setting: _Setting) -> str:
         """Why the setting has no effect; empty where it has."""
         for kind, chosen, users in (
             ("policy", self.policy, setting.policies),
             ("summary", self.summary, setting.summaries),
+            ("device", self.device, setting.devices),
         ):
             if users and chosen not in users:
                 return f"used by {kind} {' and '.join(users)} only, and the {kind} is {chosen}"
@@ -351,6 +411,8 @@ def settings_table() -> str:
             meaning += f"; policy {' and '.join(setting.policies)} only"
         if setting.summaries:
             meaning += f"; summary {' and '.join(setting.summaries)} only"
+        if setting.devices:
+            meaning += f"; device {' and '.join(setting.devices)} only"
         if setting.unless:
             meaning += f", and not together with `{setting.unless}`"
         lines.append(f"| `{entry.name}` | {values} | {default} | {meaning} |")

@@ -15,3 +15,7 @@ class CapacityError(HybridSparseError, RuntimeError):
 
 class KernelError(HybridSparseError, RuntimeError):
     """A kernel was called with a shape, dtype, stride or instruction set that it does not serve."""
+
+
+class LoadError(HybridSparseError, RuntimeError):
+    """Pages could not be brought from the host store to the device."""

@@ -110,3 +110,41 @@ class Interval:
         """The line, and begin anew; empty where nothing was decoded. Its rate is that between first and last step."""
         stats, self._stats = self._stats, DecodeStats()
         return stats.describe(self._latest_s - self._begun_s, packed_bytes) if stats.rows else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """Sums over decode rows, KV heads and layers of what a device and its host did. A page is K and V of a KV head."""
+
+    groups: int = 0  # (request, KV head, layer)
+    pages_wanted: int = 0  # asked of the pool: retained set and selected
+    pages_hit: int = 0  # of them, those that the device had
+    pages_fetched: int = 0  # of them, those that were copied from the host store
+    pages_evicted: int = 0  # made room for them
+    pages_wasted: int = 0  # wanted for a group that had enough before they were attended
+    pages_on_host: int = 0  # attended where they lie, by the host
+    groups_on_host: int = 0  # that the host took
+    microbatches: int = 0  # attended by the device, of one group each
+    early_stops: int = 0  # groups that had enough before their last candidate
+    looked_groups: int = 0  # groups that were looked at for that
+    kept_mass: float = 0.0  # sum over them of P_acc at the stop, of the head that had least
+    failed_loads: int = 0  # parts of microbatches that could not be loaded; the host attended them
+    device_busy_s: float = 0.0  # time that the device computed
+    step_s: float = 0.0  # time that the layers' decode rows took
+
+    def __add__(self, other: Self) -> "TierStats":
+        return TierStats(
+            **{entry.name: getattr(self, entry.name) + getattr(other, entry.name) for entry in fields(TierStats)}
+        )
+
+    def describe(self) -> str:
+        """One line for a log."""
+        hit = 100.0 * self.pages_hit / self.pages_wanted if self.pages_wanted else 0.0
+        idle = 100.0 * (1 - self.device_busy_s / self.step_s) if self.step_s else 0.0
+        kept = f"{self.kept_mass / self.looked_groups:.3f}" if self.looked_groups else "-"
+        return (
+            f"hybrid_sparse: device pool hit {hit:.1f} % of {self.pages_wanted} pages ({self.pages_fetched} fetched, "
+            f"{self.pages_evicted} evicted, {self.pages_wasted} wasted); {self.groups_on_host} of {self.groups} groups "
+            f"and {self.pages_on_host} pages on the host; {self.microbatches} microbatches, {self.early_stops} early "
+            f"stops, kept mass {kept}; device idle {idle:.0f} %; {self.failed_loads} failed loads"
+        )

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_hybrid_sparse.errors import ConfigError
 
@@ -17,6 +18,9 @@ key_codes keeps none, but one or two bits of each key; `none` keeps nothing, for
 
 CODE_BITS = (1, 2)
 """Bits a dimension that key codes may have."""
+
+MICROBATCHES_IN_FLIGHT = 2
+"""Of a group on a device: the microbatch that is attended and the one that is loaded meanwhile (PSA, section 3.3)."""
 
 _CACHE_LINE_BYTES = 64
 
@@ -136,3 +140,45 @@ class SalienceSpec:
             raise ConfigError(f"beta={self.beta}: must be above 0 and finite")
         if not 0 < self.alpha <= 1:
             raise ConfigError(f"alpha={self.alpha}: must be in (0, 1]")
+
+
+class PageKey(NamedTuple):
+    """A page of the host store. What it holds changes through writes only, whichever requests share it."""
+
+    layer: int
+    kv_head: int
+    page: int  # block id * pages of a block + page in the block: the slot of a token in vLLM's slot mapping // 16
+
+
+class GroupKey(NamedTuple):
+    """The query heads that share one KV head, in one decode row of a step: the unit of a device's or host's task."""
+
+    row: int  # decode row, 0 the first of the step
+    kv_head: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTask:
+    """The candidate pages that one group of one decode row may read, in the order of reading."""
+
+    group: GroupKey
+    pages: tuple[int, ...]  # of the request, 0 its first
+    missing: int = 0  # of them, those that the device does not hold
+    scored: int = 0  # candidates whose summaries were scored
+
+    @property
+    def volume_pages(self) -> float:
+        """What the task reads, in pages: V(blk) of Fluxion's eq. 3 with the pages of the group for its heads' budgets.
+
+        A summary counts for the sixteenth of a page, Quest's bounds being two vectors where a page is 32.
+        """
+        return self.scored / PAGE_TOKENS + len(self.pages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One step's decision for one layer: which pages each group may read, and where each group is computed."""
+
+    device: tuple[GroupTask, ...] = ()  # on the device, in this order
+    host: tuple[GroupTask, ...] = ()  # where the pages lie, in this order
+    either: tuple[GroupTask, ...] = ()  # by whichever takes it first, in this order

@@ -28,7 +28,7 @@ def test_nothing_given_is_progressive_with_the_documented_defaults() -> None:
     assert HybridSparseConfig().describe() == (
         "policy=progressive threshold=0.95 microbatch_pages=16 remainder=estimated summary=key_codes code_bits=2 "
         "sink_tokens=64 window_tokens=256 "
-        "isa=auto num_threads=0 thread_pool=auto log_interval_s=60.0"
+        "isa=auto num_threads=0 thread_pool=auto device=none log_interval_s=60.0"
     )
 
 
@@ -168,6 +168,8 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
         ({"isa": "sse"}, "hybrid_sparse.isa='sse': must be one of auto, avx512_bf16, avx512, avx2, scalar"),
         ({"num_threads": -1}, "hybrid_sparse.num_threads=-1: must be 0 to 1024"),
         ({"num_threads": [2]}, "hybrid_sparse.num_threads=[2]: must be a whole number, 0 to 1024"),
+        ({"device": "cuda"}, "hybrid_sparse.device='cuda': must be one of none, emulated"),
+        ({"device": "emulated", "host_share": "all"}, "hybrid_sparse.host_share='all': must be one of none, uniform"),
         ({"log_interval_s": -1}, "hybrid_sparse.log_interval_s=-1: must be 0 or more, finite"),
         ({"log_interval_s": float("inf")}, "hybrid_sparse.log_interval_s=inf: must be 0 or more, finite"),
         ({"log_interval_s": 10**400}, "hybrid_sparse.log_interval_s=1000"),
@@ -232,6 +234,40 @@ def test_what_is_described_can_be_given_back_as_text(mapping: dict[str, Any]) ->
     config = HybridSparseConfig.from_mapping(mapping)
     as_text = dict(pair.split("=") for pair in config.describe().split(" "))
     assert HybridSparseConfig.from_mapping(as_text) == config
+
+
+def test_a_device_has_a_pool_and_nothing_else_has() -> None:
+    device = HybridSparseConfig(device="emulated")
+    assert (device.device_pool_pages, device.device_pool, device.device_eviction, device.host_share) == (
+        4096,
+        "unified",
+        "cyclic",
+        "none",
+    )
+    assert HybridSparseConfig().device_pool_pages is None
+    message = refusal_of({"device_pool_pages": 64})
+    assert message == "hybrid_sparse.device_pool_pages=64: used by device emulated only, and the device is none"
+
+
+@pytest.mark.parametrize(
+    ("mapping", "least"),
+    [
+        ({}, 32),
+        ({"microbatch_pages": 5}, 10),
+        ({"policy": "dense"}, 16),
+        ({"policy": "topk", "topk_pages": 3}, 16),
+    ],
+)
+def test_a_pool_holds_two_microbatches_of_a_group_or_is_refused(mapping: dict[str, Any], least: int) -> None:
+    given = {"device": "emulated", **mapping}
+    assert HybridSparseConfig.from_mapping({**given, "device_pool_pages": least}).device_pool_pages == least
+    refusal = refusal_of({**given, "device_pool_pages": least - 1})
+    assert refusal.startswith(f"hybrid_sparse.device_pool_pages={least - 1}: must be at least {least}")
+
+
+def test_a_device_attends_to_pages_and_hgca_has_none() -> None:
+    refusal = refusal_of({"policy": "hgca", "device": "emulated"})
+    assert refusal == "hybrid_sparse.device='emulated': attends to pages, and the policy is hgca"
 
 
 def test_settings_cannot_be_changed() -> None:

@@ -168,6 +168,8 @@ def test_a_predictor_of_another_shape_is_refused(tmp_path: Path) -> None:
 
 def test_what_cannot_be_served_is_refused() -> None:
     model = tiny_llama()
+    with pytest.raises(ConfigError, match="device='emulated': a session attends on the CPU alone"):
+        SparseSession(model, HybridSparseConfig(device="emulated"), max_tokens=64)
     with pytest.raises(ConfigError, match="max_tokens=0"):
         SparseSession(model, HybridSparseConfig(), max_tokens=0)
     with SparseSession(model, HybridSparseConfig(), max_tokens=512):

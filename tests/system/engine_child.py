@@ -29,12 +29,12 @@ def full_blocks(worker: Any) -> dict[str, int]:
     """Of the first layer's blocks with keys in their last page: how many, and how many with summaries of others."""
     cache = worker.model_runner.kv_caches[0]
     impl = next(iter(worker.model_runner.compilation_config.static_forward_context.values())).impl
-    layout = impl._attention.layout
+    layout = impl.attention.layout
     stored = cache.view(torch.uint8).flatten(1)
     last_page = stored[:, (layout.pages_per_block - 1) * layout.page_bytes : layout.pages_per_block * layout.page_bytes]
     full = last_page.any(dim=1).nonzero().flatten().to(torch.int32)
     anew = cache.clone()
-    impl._attention.summarize(anew, full)
+    impl.attention.summarize(anew, full)
     stale = (anew.view(torch.uint8).flatten(1) != stored).any(dim=1)
     return {"full": len(full), "stale": int(stale.sum())}
 

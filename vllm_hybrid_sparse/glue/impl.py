@@ -13,10 +13,15 @@ from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadata
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.glue.support import kv_dtype_fits, model_shape
 from vllm_hybrid_sparse.runtime.host import host_runtime
+from vllm_hybrid_sparse.runtime.step import TieredLayer
+from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 
 
 class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
-    """Appends the step's keys and values and attends, in one native call. Raises ConfigError for what it cannot do."""
+    """Appends the step's keys and values and attends, in one native call or sharing decode rows with a device.
+
+    Raises ConfigError for what it cannot do.
+    """
 
     def __init__(
         self,
@@ -56,7 +61,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         # A layer that shares another's cache must not write it a second time.
         self._appends = kv_sharing_target_layer_name is None
         self._runtime = host_runtime(settings_of(vllm_config))
-        self._attention = self._runtime.attention(
+        self.attention = self._runtime.attention(
             dtype=dtype,
             num_q_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -65,17 +70,18 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             scale=self.scale,
         )
         self._selection = self._runtime.selection
-        self._hgca = self._runtime.hgca_layer(self._attention)
+        self._hgca = self._runtime.hgca_layer(self.attention)
         if self._runtime.settings.prediction is not None:
             self._runtime.use_model(model_shape(vllm_config))
         self._fluxion: _native.FluxionLayer | None = None  # made at the first call, which names the layer
+        self._tiered: TieredLayer | None = None  # once the device tier is there
 
     def forward(
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: Tensor,
         attn_metadata: HybridSparseMetadata | None,
         output: Tensor,
@@ -97,17 +103,22 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         if attn_metadata is None:  # vLLM's profiling run
             return output.zero_()
         if self._runtime.loaded_blocks is not None and self._appends:
-            self._attention.summarize(kv_cache, self._runtime.loaded_blocks)
-        self._attention.forward(
-            query,
-            key if self._appends else None,
-            value if self._appends else None,
-            kv_cache,
-            attn_metadata.batch,
-            self._selection,
-            None,
-            output,
-            self._hgca,
-            self._fluxion,
-        )
+            self.attention.summarize(kv_cache, self._runtime.loaded_blocks)
+        batch = attn_metadata.batch
+        if not self._appends:
+            key = value = None
+        if isinstance(batch, TieredBatch):
+            self._tiered_layer().forward(query, key, value, kv_cache, batch, output)
+        else:
+            self.attention.forward(
+                query, key, value, kv_cache, batch, self._selection, None, output, self._hgca, self._fluxion
+            )
         return output
+
+    def _tiered_layer(self) -> TieredLayer:
+        """The executor over the worker's device tier, which is made after the layers."""
+        if self._tiered is None:
+            tier = self._runtime.device_tier
+            assert tier is not None, "the worker opens the device before the first step"
+            self._tiered = TieredLayer(tier, self.attention, self.scale)
+        return self._tiered

@@ -14,24 +14,27 @@ from vllm.v1.attention.backend import (
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.host import host_runtime
+from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 
 
 @dataclass(slots=True)
 class HybridSparseMetadata(AttentionMetadata):
     """What a layer needs to know of the step."""
 
-    batch: NativeBatch
+    batch: NativeBatch | TieredBatch  # the latter where a device shares the decode rows
 
 
 class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]):
     """Wraps vLLM's own CPU tensors; copies none but the decode mask. Names the slots of requests that have state."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _shares = False  # whether a device shares the decode rows
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         runtime = host_runtime(settings_of(vllm_config))
         self._requests = runtime.requests if runtime.keeps_request_state else None
+        self._shares = runtime.settings.device != "none"
 
     def build(
         self,
@@ -44,16 +47,17 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
         requests = meta.num_reqs
         prefilling = meta.is_prefilling
         decoding = torch.ones(requests, dtype=torch.bool) if prefilling is None else ~prefilling[:requests]
-        return HybridSparseMetadata(
-            NativeBatch.from_tensors(
-                meta.query_start_loc_cpu[: requests + 1],
-                meta.seq_lens[:requests],
-                meta.block_table_tensor[:requests],
-                meta.slot_mapping,
-                decoding,
-                self._requests.of_batch(requests) if self._requests is not None else None,
-            )
+        tensors = (
+            meta.query_start_loc_cpu[: requests + 1],
+            meta.seq_lens[:requests],
+            meta.block_table_tensor[:requests],
+            meta.slot_mapping,
+            decoding,
         )
+        if self._shares:
+            return HybridSparseMetadata(TieredBatch.from_tensors(*tensors))
+        slots = self._requests.of_batch(requests) if self._requests is not None else None
+        return HybridSparseMetadata(NativeBatch.from_tensors(*tensors, slots))
 
     def use_cascade_attention(self, *_args: Any, **_kwargs: Any) -> bool:
         """Never: a shared prefix is read once per request."""

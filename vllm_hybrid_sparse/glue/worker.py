@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_hybrid_sparse.glue.impl import HybridSparseImpl
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport
 from vllm_hybrid_sparse.memory.prefault import prefault
@@ -45,6 +46,7 @@ class HybridSparseCPUWorker(CPUWorker):
         self._ready = True
         started = time.monotonic()
         declined = prefault(self.model_runner.kv_caches[0]) if self.model_runner.kv_caches else []
+        self._runtime.open_device(self.model_runner.kv_caches, self._attentions())
         logger.info("hybrid_sparse: %s", self._runtime.describe())
         logger.info(
             "hybrid_sparse: KV memory ready in %.1f s%s",
@@ -61,6 +63,8 @@ class HybridSparseCPUWorker(CPUWorker):
         self._runtime.requests.release(scheduler_output.finished_req_ids)
         self._runtime.requests.release(scheduler_output.preempted_req_ids or ())
         self._runtime.loaded_blocks = self._loaded_blocks(scheduler_output) if self._connected else None
+        if self._runtime.device_tier is not None:
+            self._runtime.device_tier.forget_blocks(self._blocks_written_elsewhere(scheduler_output))
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -98,10 +102,26 @@ class HybridSparseCPUWorker(CPUWorker):
         blocks = {block for block_ids, computed in begun for block in block_ids[0][: -(-computed // block_tokens)]}
         return torch.tensor(sorted(blocks), dtype=torch.int32) if blocks else None
 
+    def _blocks_written_elsewhere(self, scheduler_output: Any) -> list[int]:
+        """Blocks that this step writes other than through the layers: loaded by a KV connector, copied, or zeroed."""
+        loaded = self._runtime.loaded_blocks
+        blocks = set() if loaded is None else set(loaded.tolist())
+        blocks.update(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
+        blocks.update(scheduler_output.new_block_ids_to_zero or ())
+        return sorted(blocks)
+
+    def _attentions(self) -> list[Any]:
+        """The kernels of all layers of ours."""
+        layers = self.model_runner.compilation_config.static_forward_context.values()
+        impls = [getattr(layer, "impl", None) for layer in layers]
+        return [impl.attention for impl in impls if isinstance(impl, HybridSparseImpl)]
+
     def shutdown(self) -> None:
-        """Log what the last interval left."""
+        """Log what the last interval left, and end the device tier's threads."""
         if self._ready and self._logs:
             self._write_line()
+        if self._ready:
+            self._runtime.close()
         super().shutdown()
 
     def _report(self, stats: DecodeStats) -> WorkerReport:
@@ -117,6 +137,9 @@ class HybridSparseCPUWorker(CPUWorker):
     def _write_line(self) -> None:
         if line := self._interval.take(self._runtime.packed_bytes):
             logger.info("%s", line)
+        tier = self._runtime.device_tier
+        if tier is not None and (tier_stats := tier.take_stats()).groups:
+            logger.info("%s", tier_stats.describe())
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -79,6 +79,10 @@ class SparseSession:
             raise ConfigError(f"max_tokens={max_tokens}: must be at least 1")
         if model.device.type != "cpu":
             raise ConfigError(f"device={model.device}: must be cpu")
+        if settings.device != "none":
+            raise ConfigError(
+                f"device={settings.device!r}: a session attends on the CPU alone; serve with vLLM for that"
+            )
         self.runtime = HostRuntime(settings)
         if settings.prediction is not None:
             self.runtime.use_model(model_shape(model.config.get_text_config()))

@@ -1,6 +1,7 @@
 """The host tier of one worker process: one thread pool, one kernel per layer shape, and their statistics."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -8,12 +9,14 @@ import torch
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, make_thread_pool, native_selection
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
+from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 
 
 def helper_cpus(threads: int) -> list[int]:
@@ -40,6 +43,7 @@ class HostRuntime:
         # summarises them before it attends.
         self.loaded_blocks: torch.Tensor | None = None
         self.requests = RequestSlots()
+        self.device_tier: DeviceTier | None = None  # once `open_device` has made it
         self._hgca_layers: list[_native.HgcaLayer] = []
         self._predictor: tuple[_native.HeadPredictor, float] | None = None  # and the error that it was made for
         self._attention: dict[tuple[torch.dtype, int, int, int, int, float], NativeAttention] = {}
@@ -122,6 +126,30 @@ class HostRuntime:
         self.requests.attach(states)
         return states
 
+    def open_device(self, kv_caches: Sequence[torch.Tensor], attentions: Sequence[NativeAttention]) -> None:
+        """Make the device tier, where the settings ask for a device. ConfigError where it cannot be served.
+
+        kv_caches    the KV memory of every layer
+        attentions   the kernels of these layers, which must be one and the same: the pool's pages have one shape
+        """
+        self.close()
+        if self.settings.device == "none":
+            return
+        kernels = {id(attention): attention for attention in attentions}
+        if len(kernels) != 1:
+            raise ConfigError(
+                f"hybrid_sparse.device={self.settings.device!r}: all attention layers must have one shape, and the "
+                f"model has {len(kernels)}"
+            )
+        (attention,) = kernels.values()
+        self.device_tier = DeviceTier(self.settings, kv_caches, attention)
+
+    def close(self) -> None:
+        """End the threads of the device tier; a runtime without one has none to end."""
+        if self.device_tier is not None:
+            self.device_tier.close()
+            self.device_tier = None
+
     def describe(self) -> str:
         """Settings in effect and what they became on this machine."""
         return f"{self.settings.describe()}; running on {self.isa} with {self.pool.size} {self.helpers} threads"
@@ -135,6 +163,10 @@ class HostRuntime:
             layer_rows += stats.selections // attention.num_kv_heads
             total = total + stats
             attention.reset_stats()
+        if self.device_tier is not None:
+            stats = self.device_tier.take_decode_stats()
+            layer_rows += stats.selections // self.device_tier.kv_heads
+            total = total + stats
         return replace(total, rows=layer_rows // self._layers if self._layers else 0)
 
 

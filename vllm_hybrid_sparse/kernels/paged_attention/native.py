@@ -57,7 +57,8 @@ class NativeBatch:
         """Check and wrap; all on the CPU, `slot_mapping` may be longer than the batch.
 
         query_start_loc   [requests + 1]         int32  first query token of each request, then their number
-        seq_lens          [requests]             int32  tokens of each request, the batch's included
+        seq_lens          [requests]             int32  tokens of each request, the batch's included; 0 with one query
+                                                        token: its keys are stored, its output is left as it is
         block_table       [requests, max_blocks] int32  block ids, rows may be strided
         slot_mapping      [tokens]               int64  block * block_tokens + offset, negative: do not store
         decode_mask       [requests]             bool | uint8  one query token, attends sparsely; others exactly
@@ -166,9 +167,9 @@ class NativeAttention:
             getattr(_native.Summary, summary),
             code_bits,
         )
-        self._summary = summary
-        self._engine = _native.Engine(self.layout, num_q_heads, num_kv_heads, scale, isa, self.pool)
-        self.isa: str = self._engine.isa
+        self.summary = summary
+        self.engine = _native.Engine(self.layout, num_q_heads, num_kv_heads, scale, isa, self.pool)
+        self.isa: str = self.engine.isa
         self._block_bytes = num_kv_heads * self.layout.head_block_bytes
 
     def forward(
@@ -196,10 +197,10 @@ class NativeAttention:
         """
         if isinstance(selection, SelectionSpec):
             selection = native_selection(selection, retained or RetainedSet())
-        if selection.estimated_remainder and self._summary != "key_codes":
-            raise KernelError(f"estimated_remainder: needs summary key_codes, not {self._summary}")
-        if fluxion is not None and (hgca is not None or self._summary != "minmax"):
-            raise KernelError(f"fluxion: needs summary minmax, not {self._summary}, and no hgca beside it")
+        if selection.estimated_remainder and self.summary != "key_codes":
+            raise KernelError(f"estimated_remainder: needs summary key_codes, not {self.summary}")
+        if fluxion is not None and (hgca is not None or self.summary != "minmax"):
+            raise KernelError(f"fluxion: needs summary minmax, not {self.summary}, and no hgca beside it")
         if (hgca is not None or fluxion is not None) and not batch.native.has_slots:
             raise KernelError("slots=None: must be given where a layer keeps the state of requests")
         tokens = batch.num_tokens
@@ -211,9 +212,9 @@ class NativeAttention:
             self._check_rows("value", value, self.num_kv_heads, tokens)
             key_address, key_stride = key.data_ptr(), key.stride(0)
             value_address, value_stride = value.data_ptr(), value.stride(0)
-        self._engine.forward(
+        self.engine.forward(
             kv_cache.data_ptr(),
-            self._block_stride(kv_cache),
+            self.block_stride(kv_cache),
             query.data_ptr(),
             query.stride(0),
             key_address,
@@ -251,9 +252,10 @@ class NativeAttention:
             raise KernelError(
                 f"blocks={int(blocks.min())} to {int(blocks.max())}: must be within the {len(kv_cache)} there are"
             )
-        self._engine.summarize(kv_cache.data_ptr(), self._block_stride(kv_cache), blocks.data_ptr(), blocks.numel())
+        self.engine.summarize(kv_cache.data_ptr(), self.block_stride(kv_cache), blocks.data_ptr(), blocks.numel())
 
-    def _block_stride(self, kv_cache: Tensor) -> int:
+    def block_stride(self, kv_cache: Tensor) -> int:
+        """Bytes from one block to the next. KernelError where a row is too short for a block."""
         block_stride = kv_cache.stride(0) * kv_cache.element_size()
         if block_stride < self._block_bytes:
             raise KernelError(
@@ -279,21 +281,21 @@ class NativeAttention:
 
     def stats(self) -> _native.Stats:
         """Sums over the calls since the last `reset_stats`; see `Stats` in csrc/engine.h."""
-        return self._engine.stats()
+        return self.engine.stats()
 
     def reset_stats(self) -> None:
         """Start the sums again."""
-        self._engine.reset_stats()
+        self.engine.reset_stats()
 
     def last_plan(self, decode_index: int, kv_head: int) -> list[int]:
         """Candidate pages that request `decode_index` of the last batch read for the KV head, in order of reading."""
-        return list(self._engine.last_plan(decode_index, kv_head))
+        return list(self.engine.last_plan(decode_index, kv_head))
 
     def last_features(self, decode_index: int, kv_head: int) -> Tensor:
         """[group, 41] Fluxion's features of the same row; [0, 41] where it read everything."""
-        return torch.tensor(self._engine.last_features(decode_index, kv_head)).reshape(-1, len(FEATURES))
+        return torch.tensor(self.engine.last_features(decode_index, kv_head)).reshape(-1, len(FEATURES))
 
     def last_budgets(self, decode_index: int, kv_head: int) -> tuple[int, list[int]]:
         """Fluxion's granularity for the same row, 0 where its heads stream, and each head's blocks; else (0, [])."""
-        budgets = list(self._engine.last_budgets(decode_index, kv_head))
+        budgets = list(self.engine.last_budgets(decode_index, kv_head))
         return (budgets[0], budgets[1:]) if budgets else (0, [])

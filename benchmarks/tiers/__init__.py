@@ -1,0 +1,1 @@
+"""What the device pool and the loader do with real traces."""

@@ -1,0 +1,121 @@
+"""One pool for all layers against an equal split, and orders of eviction, on what SmolLM2 reads of a text.
+
+    python -m benchmarks.tiers.pool_hit_rate --text PATH [--requests 4] [--tokens 4096] [--steps 48]
+
+Windows of the text are decoded one after another by the shipped kernels inside Transformers, in float32, the true token
+fed whatever the model says; what each step reads is noted and then replayed, all requests side by side, through the
+shipped device pool. Shares are of all KV pages of the requests; the first step, which fills the pool, is not counted.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.accuracy.answers import Prefill
+from benchmarks.report import markdown_table, save
+from benchmarks.tiers.traces import Trace, layer_pages, record, replay
+from vllm_hybrid_sparse.cli.smollm2 import model_dir
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.memory.device_pool import PoolShape
+from vllm_hybrid_sparse.policy.eviction import EVICTIONS
+from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "progressive 0.95": {"policy": "progressive"},
+    "topk 5 %": {"policy": "topk"},
+}
+POOLS = [(unified, eviction) for unified in (True, False) for eviction in EVICTIONS]
+
+
+def rows_of(traces: list[Trace], policy: str, pages: int, shares: list[float], page_bytes: int) -> list[dict[str, Any]]:
+    """Every pool's figures for the traces of one policy; `pages` is the number of all KV pages."""
+    layers, steps = len(traces[0][0]), len(traces[0])
+    microbatch_pages = HybridSparseConfig(**POLICIES[policy]).selection.microbatch_pages
+    rows = []
+    for share in tqdm(shares, desc=f"replaying {policy}", unit="share"):
+        for unified, eviction in POOLS:
+            shape = PoolShape(
+                capacity_pages=int(share * pages),
+                layers=layers,
+                head_dim=16,  # the replay copies nothing
+                dtype=torch.bfloat16,
+                eviction=eviction,
+                unified=unified,
+            )
+            use = replay(traces, shape, microbatch_pages)
+            rows.append(
+                {
+                    "policy": policy,
+                    "pool_share": share,
+                    "pool_pages": shape.capacity_pages,
+                    "pool": "unified" if unified else "per_layer",
+                    "eviction": eviction,
+                    "hit_rate": use.hit_rate,
+                    "wanted_pages": use.wanted_pages,
+                    "fetched_pages": use.wanted_pages - use.hit_pages,
+                    "evicted_pages": use.evicted_pages,
+                    "fetched_bytes_per_step": (use.wanted_pages - use.hit_pages) * page_bytes / (steps - 1),
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    """Record, replay, print the table, keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", required=True, type=Path, help="a plain text, UTF-8")
+    parser.add_argument("--requests", default=4, type=int, help="windows of the text, served side by side")
+    parser.add_argument("--tokens", default=4096, type=int, help="of a window")
+    parser.add_argument("--steps", default=48, type=int, help="last tokens of a window that are decoded; 2 or more")
+    parser.add_argument("--shares", default="0.05,0.1,0.2,0.4", help="pool sizes, as shares of all KV pages")
+    options = parser.parse_args()
+    if options.steps < 2:
+        parser.error(f"--steps={options.steps}: must be 2 or more")
+    model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32).eval()
+    text = options.text.read_text(encoding="utf-8")
+    token_ids = AutoTokenizer.from_pretrained(model_dir())(text, return_tensors="pt").input_ids[0]
+    if len(token_ids) < options.requests * options.tokens:
+        parser.error(f"--requests={options.requests}: the text has {len(token_ids)} tokens")
+    windows = token_ids.split(options.tokens)[: options.requests]
+    config = model.config
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    pages = options.requests * layers * heads * -(-options.tokens // PAGE_TOKENS)
+    page_bytes = 2 * PAGE_TOKENS * config.head_dim * 2  # served in bf16
+    rows, read = [], {}
+    recorded: dict[str, list[Trace]] = {policy: [] for policy in POLICIES}
+    for window in tqdm(windows, desc="recording", unit="window"):
+        prompt, decoded = window[: -options.steps], window[-options.steps :]
+        prefill = Prefill(model, prompt, new_tokens=options.steps)
+        for policy, settings in POLICIES.items():
+            recorded[policy].append(record(prefill, decoded, HybridSparseConfig(**settings)))
+    for policy, traces in recorded.items():
+        read[policy] = layer_pages(traces)
+        rows += rows_of(traces, policy, pages, [float(share) for share in options.shares.split(",")], page_bytes)
+    case = {"text": options.text.name, "requests": options.requests, "tokens": options.tokens, "steps": options.steps}
+    path = save("pool_hit_rate", {**case, "kv_pages": pages, "pages_read_by_layer": read, "rows": rows})
+    print(table(rows))
+    print(path.name)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        (
+            row["policy"],
+            f"{row['pool_share']:.0%}",
+            row["pool"],
+            row["eviction"],
+            f"{row['hit_rate']:.1%}",
+            f"{row['fetched_bytes_per_step'] / 2**20:.2f}",
+        )
+        for row in rows
+    ]
+    return markdown_table(("policy", "pool, of all pages", "pool", "eviction", "hit", "MiB fetched a step"), lines)
+
+
+if __name__ == "__main__":
+    main()

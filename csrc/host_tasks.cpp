@@ -1,0 +1,77 @@
+// The parts of a decode row one at a time, for a runtime that decides in between: where a device shares the work.
+#include <algorithm>
+#include <limits>
+
+#include "engine.h"
+
+namespace hybrid_sparse {
+namespace {
+
+constexpr int kMinScoreSpan = 64;  // pages whose summaries a task scores at least
+
+}  // namespace
+
+void Engine::score_pages(const RequestPages& of, const char* query, int page_begin, int count, float* scores) {
+  const Layout& layout = geometry_.layout;
+  const int64_t row_bytes = kernels_.summary_query_bytes(layout);
+  const int64_t query_bytes = int64_t{layout.head_dim} * element_bytes(layout.dtype);
+  if (static_cast<int64_t>(summary_queries_.size()) < geometry_.q_heads * row_bytes)
+    summary_queries_.resize(geometry_.q_heads * row_bytes);
+  query_pointers_.resize(geometry_.q_heads);
+  for (int row = 0; row < geometry_.q_heads; ++row) {
+    char* operands = summary_queries_.data() + row * row_bytes;
+    kernels_.prepare_summary_query(query + row * query_bytes, layout, geometry_.scale, operands);
+    query_pointers_[row] = operands;
+  }
+  const int parts = std::clamp(count / kMinScoreSpan, 1, kSpansPerThread * pool_.size());
+  pool_.session([&] {
+    pool_.for_each(parts, [&](int part) {
+      const int first = static_cast<int>(int64_t{count} * part / parts);
+      const int last = static_cast<int>(int64_t{count} * (part + 1) / parts);
+      kernels_.score({query_pointers_.data(), geometry_.kv_heads, geometry_.group(), page_begin + first, last - first,
+                      page_table(of, 0), layout.summary_elements(), layout.head_dim,
+                      layout.summary == Summary::key_codes ? layout.code_bits : 0, geometry_.scale, scores + first,
+                      int64_t{geometry_.group()} * count, count});
+    });
+  });
+}
+
+void Engine::attend_pages(const RequestPages& of, const char* query, int head, const int32_t* pages, int count,
+                          int seq_len, float* out, float* lse_out, float* lightest_lse) {
+  const Layout& layout = geometry_.layout;
+  const int group = geometry_.group();
+  const int64_t query_bytes = int64_t{layout.head_dim} * element_bytes(layout.dtype);
+  const int64_t operand_bytes = kernels_.query_bytes(layout.head_dim);
+  std::vector<char> prepared(group * operand_bytes);
+  std::vector<const void*> queries(group);
+  const std::vector<int32_t> visible(group, seq_len);
+  for (int g = 0; g < group; ++g)
+    queries[g] = kernels_.prepare_query(query + g * query_bytes, layout.head_dim, prepared.data() + g * operand_bytes);
+  const int parts = std::clamp(count / kMinSpanPages, 1, kSpansPerThread * pool_.size());
+  reserve_states(parts);
+  pool_.session([&] {
+    pool_.for_each(parts, [&](int part) {
+      const int first = static_cast<int>(int64_t{count} * part / parts);
+      const int last = static_cast<int>(int64_t{count} * (part + 1) / parts);
+      float* target = state(part);
+      kernels_.attend({queries.data(), visible.data(), group, pages + first, 0, last - first, page_table(of, head),
+                       layout.head_dim, geometry_.scale, target, target + group, target + 3 * group,
+                       target + 2 * group});
+    });
+  });
+  float* whole = state(0);
+  for (int part = 1; part < parts; ++part) {
+    merge_state(whole, state(part), group);
+    for (int g = 0; g < group; ++g) whole[2 * group + g] = std::min(whole[2 * group + g], state(part)[2 * group + g]);
+  }
+  for (int g = 0; g < group; ++g) {
+    const float sum = whole[group + g];
+    lse_out[g] = sum > 0.0f ? lse(whole, g) : -std::numeric_limits<float>::infinity();
+    lightest_lse[g] = whole[2 * group + g];
+    const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
+    const float* row = whole + 3 * group + int64_t{g} * layout.head_dim;
+    for (int d = 0; d < layout.head_dim; ++d) out[int64_t{g} * layout.head_dim + d] = row[d] * factor;
+  }
+}
+
+}  // namespace hybrid_sparse

@@ -1,0 +1,202 @@
+"""Decode rows on two tiers: the same attention as the references, whatever the pool holds and whoever computes."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.served_layer import Shape
+from tests.kernels.step_checks import check_step
+from tests.runtime.tiered_layer import TieredModel
+from vllm_hybrid_sparse.errors import ConfigError, KernelError, LoadError
+from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.values import PageKey
+
+SMALL = {"sink_tokens": 16, "window_tokens": 32}
+POLICIES: dict[str, dict[str, Any]] = {
+    "dense": {"policy": "dense"},
+    "topk": {"policy": "topk", "topk_pages": 5},
+    "topk-codes": {"policy": "topk", "topk_ratio": 0.3, "summary": "key_codes"},
+    "everything": {"policy": "progressive", "threshold": 1.0, "microbatch_pages": 4},
+    "psa": {"policy": "progressive", "threshold": 0.9, "microbatch_pages": 2, "summary": "cuboid_mean"},
+    "codes": {"policy": "progressive", "threshold": 0.9, "microbatch_pages": 2},
+    "codes-lightest": {
+        "policy": "progressive",
+        "threshold": 0.9,
+        "microbatch_pages": 2,
+        "remainder": "lightest_page",
+    },
+}
+EXACT = ("dense", "everything")
+LENGTHS = (1, 15, 16, 17, 33, 48, 49, 64, 65, 200, 333)
+
+
+def serve(model: TieredModel, lengths: Sequence[int], steps: int = 4, **options: Any) -> list[str]:
+    """Prefill requests and decode them side by side, every step checked; the excuses of `check_step`."""
+    requests = [model.start() for _ in lengths]
+    for request, length in zip(requests, lengths, strict=True):
+        for layer, step in zip(model.layers, model.step([(request, length)], decode=False), strict=True):
+            check_step(layer, step)
+    excuses = []
+    for _ in range(steps):
+        for layer, step in zip(
+            model.layers, model.step([(request, 1) for request in requests], **options), strict=True
+        ):
+            excuses += check_step(layer, step)
+    return excuses
+
+
+def smallest_pool(settings: dict[str, Any], layers: int = 1) -> int:
+    return 2 * int(settings.get("microbatch_pages", 16 if settings["policy"] == "progressive" else 8)) * layers
+
+
+@pytest.mark.parametrize("host_share", ["none", "uniform", "length", "queue"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_are_those_of_the_references(policy: str, host_share: str) -> None:
+    """Page for page, with requests of every length around pages and the retained set, sharp and flat attention."""
+    settings = {**SMALL, **POLICIES[policy], "device_pool_pages": 256, "host_share": host_share}
+    with TieredModel(settings) as model:
+        excuses = serve(model, LENGTHS, sharpness=3.0)
+        assert len(excuses) <= 4, excuses
+        stats = model.tier.take_stats()
+        assert stats.groups == 4 * len(LENGTHS) * 2
+        assert (stats.groups_on_host > 0) == (host_share != "none")
+        assert stats.pages_hit + stats.pages_fetched == stats.pages_wanted
+
+
+@pytest.mark.parametrize("pool", ["unified", "per_layer"])
+@pytest.mark.parametrize("eviction", ["cyclic", "lru", "fifo"])
+@pytest.mark.parametrize("policy", EXACT)
+def test_a_pool_of_one_group_evicts_in_every_step_and_stays_exact(policy: str, eviction: str, pool: str) -> None:
+    settings = {**SMALL, **POLICIES[policy], "device_pool": pool, "device_eviction": eviction}
+    least = smallest_pool(settings, layers=2 if pool == "per_layer" else 1)
+    with TieredModel({**settings, "device_pool_pages": least}, layers=2) as model:
+        serve(model, (40, 130, 333), steps=2)
+        model.tier.take_stats()
+        evicted = 0
+        for _ in range(3):
+            serve(model, (40, 130), steps=1)
+            stats = model.tier.take_stats()
+            assert stats.pages_evicted > evicted
+    with pytest.raises(ConfigError, match=f"device_pool_pages={least - 1}: must be at least {least}"):
+        TieredModel({**settings, "device_pool_pages": least - 1}, layers=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (3, 1), (8, 2), (8, 1)])
+def test_every_dtype_and_group(dtype: torch.dtype, q_heads: int, kv_heads: int) -> None:
+    shape = Shape(dtype=dtype, num_q_heads=q_heads, num_kv_heads=kv_heads, block_tokens=16)
+    with TieredModel({**SMALL, "policy": "dense", "device_pool_pages": 64}, shape=shape) as model:
+        serve(model, (17, 150), steps=2)
+
+
+def test_blocks_of_others_are_never_read() -> None:
+    """Requests end and their blocks are given out again, with slots of theirs still in the pool."""
+    with TieredModel({**SMALL, "policy": "dense", "device_pool_pages": 512}, num_blocks=12) as model:
+        for length in (300, 290, 17, 200, 310):
+            request = model.start()
+            model.step([(request, length)], decode=False)
+            for layer, step in zip(model.layers, model.step([(request, 1)]), strict=True):
+                check_step(layer, step)
+            model.layers[0].finish(request[0])
+
+
+@torch.inference_mode()
+def test_a_step_in_inference_mode() -> None:
+    """As vLLM runs it: the mode belongs to the step's thread, and its tensors cannot be written outside."""
+    settings = {**SMALL, "policy": "progressive", "threshold": 1.0, "device_pool_pages": 64, "host_share": "queue"}
+    with TieredModel(settings) as model:
+        serve(model, (17, 150), steps=2)
+
+
+def test_decode_and_prefill_in_one_step() -> None:
+    with TieredModel({**SMALL, "policy": "dense", "device_pool_pages": 64}) as model:
+        one, other = model.start(), model.start()
+        model.step([(one, 100)], decode=False)
+        for tokens in (33, 1, 50):
+            for layer, step in zip(model.layers, model.step([(one, 1), (other, tokens)]), strict=True):
+                check_step(layer, step)
+
+
+def test_pages_that_stay_are_not_fetched_again() -> None:
+    with TieredModel({**SMALL, "policy": "dense", "device_pool_pages": 64}) as model:
+        request = model.start()
+        model.step([(request, 160)], decode=False)
+        model.step([(request, 1)])
+        assert model.tier.take_stats().pages_fetched == 11 * 2
+        for _ in range(10):
+            for layer, step in zip(model.layers, model.step([(request, 1)]), strict=True):
+                check_step(layer, step)
+        stats = model.tier.take_stats()
+        assert (stats.pages_fetched, stats.pages_hit) == (0, 10 * 11 * 2)
+
+
+def test_the_stop_ends_loading_early() -> None:
+    """Sharp attention on a flat policy: of many microbatches few are loaded, and one at most in vain."""
+    settings = {**SMALL, "policy": "progressive", "threshold": 0.5, "microbatch_pages": 2, "summary": "minmax"}
+    with TieredModel({**settings, "device_pool_pages": 64}) as model:
+        request = model.start()
+        model.step([(request, 1000)], decode=False)
+        model.step([(request, 1)], sharpness=12.0)
+        stats = model.tier.take_stats()
+        assert stats.early_stops == stats.looked_groups == 2
+        assert stats.microbatches < 2 * 20
+        assert stats.pages_wasted <= 2 * 2
+        assert stats.kept_mass > 2 * 0.5
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, broken: set[tuple[int, int]]) -> None:
+    """Have pages (kv_head, page of the store) fail to be read by the loader."""
+    read = HostPages.read
+
+    def failing(self: HostPages, keys: Sequence[PageKey]) -> Any:
+        if broken & {(key.kv_head, key.page) for key in keys}:
+            raise OSError("uncorrectable memory error")
+        return read(self, keys)
+
+    monkeypatch.setattr(HostPages, "read", failing)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_cannot_be_loaded_is_attended_where_it_lies(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**SMALL, **POLICIES[policy], "device_pool_pages": 256}
+    with TieredModel(settings) as model:
+        failed, sound = model.start(), model.start()
+        model.step([(failed, 300)], decode=False)
+        model.step([(sound, 300)], decode=False)
+        block = failed[0].blocks[0]
+        fail_on(monkeypatch, {(0, 2 * block), (0, 2 * failed[0].blocks[4])})
+        for _ in range(2):
+            (step,) = model.step([(failed, 1), (sound, 1)])
+            if policy in EXACT or policy.startswith("topk"):
+                check_step(model.layers[0], step)
+            assert torch.isfinite(step.output).all()
+        assert model.tier.take_stats().failed_loads >= 2
+
+
+def test_a_failed_load_names_the_request_s_group_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TieredModel({**SMALL, "policy": "dense", "device_pool_pages": 256}) as model:
+        failed, sound = model.start(), model.start()
+        model.step([(failed, 300)], decode=False)
+        model.step([(sound, 300)], decode=False)
+        fail_on(monkeypatch, {(1, 2 * failed[0].blocks[0])})
+        reported: list[Exception] = []
+        monkeypatch.setattr(model.tier, "report_failure", reported.append)
+        model.step([(sound, 1), (failed, 1)])
+        assert [type(error) for error in reported] == [LoadError]
+        assert f"kv_head=1 page={2 * failed[0].blocks[0]}" in str(reported[0])
+
+
+def test_a_foreign_cache_is_refused() -> None:
+    with TieredModel({**SMALL, "policy": "dense", "device_pool_pages": 64}) as model, pytest.raises(KernelError):
+        model.tier.layer_of(torch.empty(3))
+
+
+def test_no_thread_is_left() -> None:
+    before = threading.active_count()
+    with TieredModel({**SMALL, "policy": "dense", "device_pool_pages": 64, "host_share": "queue"}) as model:
+        serve(model, (100,), steps=1)
+        assert threading.active_count() == before + 3
+    assert threading.active_count() == before

@@ -1,0 +1,83 @@
+"""Random lives of requests on two tiers: every row that is decoded is attention over its own tokens."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.kernels.served_layer import Request, Shape
+from tests.kernels.step_checks import check_step
+from tests.runtime.tiered_layer import TieredModel
+
+LAYERS, BLOCKS, BLOCK_TOKENS = 2, 14, 32
+SETTINGS = (
+    {"policy": "dense", "device_pool_pages": 32},
+    {"policy": "dense", "device_pool_pages": 90, "device_pool": "per_layer", "device_eviction": "fifo"},
+    {"policy": "topk", "topk_pages": 3, "summary": "minmax", "device_pool_pages": 40, "host_share": "queue"},
+    {"policy": "progressive", "threshold": 1.0, "microbatch_pages": 2, "device_pool_pages": 8, "host_share": "uniform"},
+)
+
+
+class StepStates(RuleBasedStateMachine):
+    """Requests are prefilled, decoded side by side, forked at a block, and end; their blocks are used again."""
+
+    @initialize(chosen=st.sampled_from(SETTINGS))
+    def begin(self, chosen: dict[str, object]) -> None:
+        retained = {"sink_tokens": 16, "window_tokens": 32}
+        shape = Shape(head_dim=16, block_tokens=BLOCK_TOKENS)
+        self.model = TieredModel({**retained, **chosen}, shape=shape, layers=LAYERS, num_blocks=BLOCKS)
+        self.requests: list[list[Request]] = []
+
+    @property
+    def free_tokens(self) -> int:
+        return BLOCK_TOKENS * min(len(layer.free_blocks) for layer in self.model.layers)
+
+    @precondition(lambda self: self.free_tokens)
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        """Prefill, in one chunk or two, maybe beside the decoding of others."""
+        tokens = data.draw(st.integers(1, min(200, self.free_tokens)))
+        request = self.model.start()
+        self.requests.append(request)
+        first = data.draw(st.integers(1, tokens))
+        for chunk in filter(None, (first, tokens - first)):
+            for layer, step in zip(self.model.layers, self.model.step([(request, chunk)], decode=False), strict=True):
+                check_step(layer, step)
+
+    @precondition(lambda self: self.requests and self.free_tokens >= BLOCK_TOKENS * len(self.requests))
+    @rule(data=st.data(), steps=st.integers(1, 3))
+    def decode(self, data: st.DataObject, steps: int) -> None:
+        """A few tokens of some requests."""
+        rows = data.draw(st.lists(st.sampled_from(range(len(self.requests))), min_size=1, unique=True))
+        for _ in range(steps):
+            for layer, step in zip(
+                self.model.layers, self.model.step([(self.requests[row], 1) for row in rows]), strict=True
+            ):
+                check_step(layer, step)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        """Another request that begins with the whole blocks of one."""
+        source = data.draw(st.sampled_from(self.requests))
+        blocks = len(source[0].key) // BLOCK_TOKENS
+        if blocks:
+            end = blocks * BLOCK_TOKENS
+            self.requests.append([Request(of.key[:end], of.value[:end], of.blocks[:blocks]) for of in source])
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """A request finishes, is aborted or preempted: blocks that no other has are the next to be used."""
+        request = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
+        for index, layer in enumerate(self.model.layers):
+            shared = {block for other in self.requests for block in other[index].blocks}
+            layer.free_blocks[:0] = [block for block in request[index].blocks if block not in shared]
+
+    def teardown(self) -> None:
+        if hasattr(self, "model"):
+            self.model.settle()
+            self.model.tier.close()
+
+
+TestStepStates = StepStates.TestCase
+TestStepStates.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

@@ -1,0 +1,96 @@
+"""Layers as a server drives them, with a device: the requests and tokens of a `ServedLayer`, through the executor."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from tests.kernels.served_layer import Request, ServedLayer, Shape, Step
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.runtime.step import TieredLayer
+from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
+from vllm_hybrid_sparse.runtime.tiers import DeviceTier
+from vllm_hybrid_sparse.values import GroupKey
+
+
+class _Executor:
+    """Stands where a `ServedLayer` calls the native kernel."""
+
+    def __init__(self, layer: "TieredServedLayer") -> None:
+        self._layer = layer
+
+    def forward(self, query: Any, key: Any, value: Any, kv_cache: Any, batch: Any, *rest: Any) -> None:
+        output = rest[2]
+        query_start, seq_lens, block_table, slot_mapping, mask = batch.tensors[:5]
+        tiered = TieredBatch.from_tensors(query_start, seq_lens, block_table, slot_mapping, mask)
+        self._layer.tiered.forward(query, key, value, kv_cache, tiered, output)
+
+    def last_plan(self, request: int, kv_head: int) -> list[int]:
+        row = [index for index, decodes in enumerate(self._layer.last_mask) if decodes].index(request)
+        return list(self._layer.tiered.last_pages[GroupKey(row, kv_head)])
+
+
+class TieredServedLayer(ServedLayer):
+    """One layer of a device tier. `check_step` of the kernel tests takes it as it takes a `ServedLayer`."""
+
+    tiered: TieredLayer
+    last_mask: list[bool]
+
+    def batch(
+        self, requests: Sequence[Request], query_lens: Sequence[int], decode_mask: Sequence[bool], slots: Sequence[int]
+    ) -> NativeBatch:
+        self.last_mask = list(decode_mask)
+        return super().batch(requests, query_lens, decode_mask, slots)
+
+
+class TieredModel:
+    """Some layers over one device tier; closing it checks that nothing is left."""
+
+    def __init__(
+        self, settings: dict[str, Any], *, shape: Shape | None = None, layers: int = 1, num_blocks: int = 40
+    ) -> None:
+        self.config = HybridSparseConfig.from_mapping({"device": "emulated", **settings})
+        shape = replace(shape or Shape(), summary=self.config.summary or "none")
+        self.layers = [TieredServedLayer(shape, num_blocks=num_blocks, seed=0) for _ in range(layers)]
+        kernel = self.layers[0].attention
+        self.tier = DeviceTier(self.config, [layer.kv_cache for layer in self.layers], kernel)
+        self.tier.pool.key.fill_(torch.nan)
+        self.tier.pool.value.fill_(torch.nan)
+        for layer in self.layers:
+            layer.tiered = TieredLayer(self.tier, kernel, shape.scale)
+            layer.attention = _Executor(layer)  # type: ignore[assignment]
+
+    def start(self) -> list[Request]:
+        """One request, as each layer sees it."""
+        return [layer.start() for layer in self.layers]
+
+    def step(self, rows: Sequence[tuple[list[Request], int]], **options: Any) -> list[Step]:
+        """One step of all layers; afterwards nothing is pinned."""
+        steps = [
+            layer.step(
+                [(request[index], tokens) for request, tokens in rows],
+                selection=self.config.selection,
+                retained=self.config.retained,
+                **options,
+            )
+            for index, layer in enumerate(self.layers)
+        ]
+        self.settle()
+        return steps
+
+    def settle(self) -> None:
+        """Wait for the loader; the pool must be sound and nothing in use."""
+        self.tier.loader.missing([]).result(timeout=10)
+        self.tier.pool.check_integrity()
+        assert self.tier.pool.pinned_pages == 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.tier.close()

@@ -1,0 +1,120 @@
+"""Requests served through the emulated device answer as stock vLLM does, with a pool that every step overflows."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.completions import Answer, complete, difference
+from tests.system.engine_jobs import run_jobs
+from tests.system.prompts import load_tokenizer, shared_prefix_prompts
+from tests.system.test_families import byte_prompts
+from tests.system.tiny_models import make_tiny_model
+from tests.system.variants import START_TIMEOUT_S, our_args, server_env, stock_args
+from vllm_hybrid_sparse.cli.server import Server
+
+ANSWER_TOKENS = 12
+SMALLEST: dict[str, dict[str, Any]] = {
+    "dense": {"policy": "dense", "device_pool_pages": 16},
+    "progressive": {
+        "policy": "progressive",
+        "threshold": 1.0,
+        "microbatch_pages": 8,
+        "device_pool_pages": 48,
+        "device_pool": "per_layer",
+        "device_eviction": "fifo",
+    },
+    "psa": {
+        "policy": "progressive",
+        "threshold": 1.0,
+        "microbatch_pages": 8,
+        "remainder": "lightest_page",
+        "device_pool_pages": 16,
+        "host_share": "queue",
+    },
+}
+
+
+def prompts() -> list[list[int]]:
+    """Random byte tokens of every length around pages, and two longer ones that begin alike."""
+    made = [prompt for prompt in byte_prompts(seed=3) if len(prompt) < 500]
+    return [*made, made[-1] + made[-2], made[-1] + made[-3]]
+
+
+def _job(name: str, model: Path, **changes: Any) -> dict[str, Any]:
+    engine_args = {
+        "model": str(model),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 200,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    return {
+        "name": name,
+        "engine_args": engine_args | changes,
+        "prompts": prompts(),
+        "max_tokens": ANSWER_TOKENS,
+        "margins": True,
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Stock vLLM and each setting, one after another; ours with so little KV memory that blocks are used again."""
+    folder = tmp_path_factory.mktemp("device")
+    model = make_tiny_model("llama-gqa", folder)
+    jobs = [_job("stock", model)]
+    for name, settings in SMALLEST.items():
+        ours = {"attention_backend": "hybrid_sparse", "block_size": 32, "kv_cache_memory_bytes": 12 << 20}
+        device = {"hybrid_sparse": {"device": "emulated", **settings}}
+        jobs.append(_job(name, model, **ours, additional_config=device))
+    per_layer = SMALLEST["progressive"] | {"device_pool_pages": 47}
+    refused = {"hybrid_sparse": {"device": "emulated", **per_layer}}
+    jobs.append(_job("too small", model, attention_backend="hybrid_sparse", additional_config=refused))
+    return run_jobs(jobs, folder / "engines.log", timeout_s=900)
+
+
+def _wrong(expected: list[Answer], found: list[Answer]) -> list[str]:
+    return [how for pair in zip(expected, found, strict=True) if (how := difference(*pair))]
+
+
+def _answers(result: dict[str, Any]) -> list[Answer]:
+    assert "error" not in result, result["error"]
+    return [Answer(tuple(answer["token_ids"]), tuple(answer["margins"])) for answer in result["answers"]]
+
+
+@pytest.mark.parametrize("setting", SMALLEST)
+def test_a_pool_of_one_group_answers_as_stock(results: dict[str, dict[str, Any]], setting: str) -> None:
+    assert not _wrong(_answers(results["stock"]), _answers(results[setting]))
+
+
+def test_a_pool_that_holds_no_group_of_every_layer_is_refused(results: dict[str, dict[str, Any]]) -> None:
+    error = results["too small"].get("error")
+    assert error is not None, "the engine started"
+    assert re.search(
+        r"device_pool_pages=47: must be at least 48, two microbatches of one KV head, for each of 3", error
+    )
+
+
+def _evicted(server: Server) -> int:
+    log = server.log_path.read_text(encoding="utf-8", errors="replace")
+    return sum(int(count) for count in re.findall(r"device pool hit .*? (\d+) evicted", log))
+
+
+@pytest.mark.parametrize("setting", ["dense", pytest.param("psa", marks=pytest.mark.slow)])
+def test_smollm2_over_http_answers_as_stock(setting: str, smollm2: Path, tmp_path: Path) -> None:
+    """A real model of 30 layers through two servers, its layers in turn for the same few slots."""
+    made = shared_prefix_prompts(load_tokenizer(smollm2))
+    asked = [made[0][:500], made[1][:330], made[2][:45]]
+    shared = [*stock_args("float32", 1024, kv_cache_bytes=160 << 20), "--enforce-eager", "--max-num-batched-tokens=256"]
+    ours = our_args(device="emulated", log_interval_s=1, **SMALLEST[setting])
+    answers = []
+    for name, args in (("stock", shared), ("ours", shared + ours)):
+        with Server(smollm2, args, server_env(), tmp_path / f"{name}.log") as server:
+            server.wait_ready(START_TIMEOUT_S)
+            answers.append(complete(server, asked, 6, concurrency=3, margins=name == "stock"))
+            if name == "ours":
+                assert _evicted(server) > 0, "no line of the log says that a page was evicted"
+    assert not _wrong(*answers)

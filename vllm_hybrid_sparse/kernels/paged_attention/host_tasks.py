@@ -1,0 +1,106 @@
+"""The parts of a decode row one at a time (`csrc/host_tasks.cpp`), for a runtime that decides in between.
+
+`NativeAttention.forward` does all of it in one call; where a device shares the work, the host scores the candidates and
+attends to the pages that are its own.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+
+
+class HostState(NamedTuple):
+    """Partial attention of one group over some pages."""
+
+    out: Tensor  # [group, head_dim] f32, normalised; zeros where no token was seen
+    lse: Tensor  # [group] f32, natural log; -inf where no token was seen
+    lightest_lse: Tensor  # [group] f32 of the page that weighs least; inf where no token was seen
+
+
+def score_pages(
+    attention: NativeAttention, query: Tensor, kv_cache: Tensor, block_table: Tensor, first_page: int, end_page: int
+) -> Tensor:
+    """Score the summaries of some pages of one request, which must be full.
+
+    query         [q_heads, head_dim]   of the KV dtype
+    kv_cache      as in `NativeAttention.forward`
+    block_table   [blocks] int32        of the request
+    returns       [q_heads, end_page - first_page] f32: of key codes log weights, else estimated scores
+    """
+    if attention.summary == "none":
+        raise KernelError("summary='none': there is nothing to score")
+    _check(attention, "query", query, attention.num_q_heads, block_table)
+    if not 0 <= first_page <= end_page <= len(block_table) * attention.layout.pages_per_block:
+        raise KernelError(f"first_page={first_page} end_page={end_page}: must be pages of {len(block_table)} blocks")
+    scores = torch.empty(attention.num_q_heads, end_page - first_page, dtype=torch.float32)
+    if end_page > first_page:
+        attention.engine.score_pages(
+            kv_cache.data_ptr(),
+            attention.block_stride(kv_cache),
+            block_table.data_ptr(),
+            query.data_ptr(),
+            first_page,
+            end_page - first_page,
+            scores.data_ptr(),
+        )
+    return scores
+
+
+def attend_pages(
+    attention: NativeAttention,
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    kv_head: int,
+    pages: Tensor,
+    seq_len: int,
+) -> HostState:
+    """Attend with the query heads of one group to some pages of one request, where they lie.
+
+    query         [group, head_dim]   of the KV dtype
+    kv_cache      as in `NativeAttention.forward`
+    block_table   [blocks] int32      of the request
+    pages         [pages] int32       0 the request's first, in any order, each once
+    seq_len       tokens of the request; those of its last page beyond are not looked at
+    """
+    group = attention.num_q_heads // attention.num_kv_heads
+    _check(attention, "query", query, group, block_table)
+    if not 0 <= kv_head < attention.num_kv_heads:
+        raise KernelError(f"kv_head={kv_head}: must be one of {attention.num_kv_heads}")
+    if pages.dtype != torch.int32 or pages.dim() != 1 or not pages.is_contiguous():
+        raise KernelError(f"pages={pages.dtype} of {pages.dim()} dims: must be contiguous int32 of 1")
+    if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < len(block_table) * (
+        attention.layout.pages_per_block
+    ):
+        raise KernelError(f"pages={int(pages.min())} to {int(pages.max())}: must lie in {len(block_table)} blocks")
+    state = HostState(
+        *(torch.empty(size, dtype=torch.float32) for size in ((group, attention.head_dim), (group,), (group,)))
+    )
+    attention.engine.attend_pages(
+        kv_cache.data_ptr(),
+        attention.block_stride(kv_cache),
+        block_table.data_ptr(),
+        query.data_ptr(),
+        kv_head,
+        pages.data_ptr(),
+        len(pages),
+        seq_len,
+        state.out.data_ptr(),
+        state.lse.data_ptr(),
+        state.lightest_lse.data_ptr(),
+    )
+    return state
+
+
+def _check(attention: NativeAttention, name: str, rows: Tensor, heads: int, block_table: Tensor) -> None:
+    if rows.shape != (heads, attention.head_dim) or rows.dtype != attention.dtype or not rows.is_contiguous():
+        raise KernelError(
+            f"{name}={tuple(rows.shape)} {rows.dtype}: must be contiguous [{heads}, {attention.head_dim}] "
+            f"{attention.dtype}"
+        )
+    if block_table.dtype != torch.int32 or block_table.dim() != 1 or not block_table.is_contiguous():
+        raise KernelError(f"block_table={block_table.dtype} of {block_table.dim()} dims: must be contiguous int32 of 1")

@@ -1,0 +1,66 @@
+"""Pages of one layer's host store as plain rows: out of the CPU kernel's layout, whole pages at a time."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.memory.layout import BlockLayout
+from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
+
+
+class HostPages:
+    """One layer's KV memory, read by page. It is written by the native core and by vLLM, never here."""
+
+    def __init__(self, kv_cache: Tensor, layout: BlockLayout, num_kv_heads: int) -> None:
+        """KernelError where a row of `kv_cache` is too short for a block.
+
+        kv_cache   [blocks, …], any dtype; the first num_kv_heads * head_block_bytes bytes of a row are the block
+        """
+        row_bytes = kv_cache.stride(0) * kv_cache.element_size()
+        if row_bytes < num_kv_heads * layout.head_block_bytes or row_bytes % layout.element_bytes:
+            raise KernelError(
+                f"kv_cache: rows of {row_bytes} bytes must hold whole elements, and a block of "
+                f"{num_kv_heads * layout.head_block_bytes} bytes"
+            )
+        elements = kv_cache if kv_cache.dtype == layout.torch_dtype else kv_cache.view(layout.torch_dtype)
+        page_elements = layout.page_bytes // layout.element_bytes
+        self._layout = layout
+        self._parts = elements.as_strided(  # [blocks, kv_heads, pages of a block, K or V, elements]
+            (len(kv_cache), num_kv_heads, layout.pages_per_block, 2, page_elements // 2),
+            (elements.stride(0), layout.pages_per_block * page_elements, page_elements, page_elements // 2, 1),
+        )
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the layer."""
+        return self._parts.shape[1]
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages of one KV head in a block."""
+        return self._parts.shape[2]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of one KV head in the whole store."""
+        return self._parts.shape[0] * self._parts.shape[2]
+
+    def read(self, keys: Sequence[PageKey]) -> tuple[Tensor, Tensor]:
+        """K and V of some pages, whose `layer` is this one.
+
+        returns   key, value [keys, 16, head_dim] of the KV dtype; tokens that were never written hold anything
+        """
+        heads = torch.tensor([key.kv_head for key in keys], dtype=torch.int64)
+        pages = torch.tensor([key.page for key in keys], dtype=torch.int64)
+        parts = self._parts[pages // self.pages_per_block, heads, pages % self.pages_per_block]
+        head_dim = self._layout.head_dim
+        key, value = parts.unbind(1)
+        if self._layout.dtype == "bf16":
+            key = key.view(-1, head_dim // 2, PAGE_TOKENS, 2).transpose(1, 2)
+            value = value.view(-1, PAGE_TOKENS // 2, head_dim, 2).transpose(2, 3)
+        else:
+            key = key.view(-1, head_dim, PAGE_TOKENS).transpose(1, 2)
+        shape = (-1, PAGE_TOKENS, head_dim)
+        return key.reshape(shape), value.reshape(shape)

@@ -1,0 +1,149 @@
+"""A device made of CPU memory and a thread: every decision that a GPU needs, none of its speed.
+
+Its stream is an ordered queue on a thread of its own, so that loading, attending and the step overlap as they do on a
+GPU. The arithmetic is plain torch in float32.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.merge.reference import merge_states
+from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState
+from vllm_hybrid_sparse.memory.device_pool import DevicePool
+from vllm_hybrid_sparse.memory.transfers import Loaded
+from vllm_hybrid_sparse.runtime.device import Attended, RowStates, WaveFlags
+from vllm_hybrid_sparse.runtime.readings import Reading, kept_share
+from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
+
+THREAD_NAME = "hybrid-sparse-device"
+
+
+def attend_slots(
+    query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, page_tokens: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend with groups of query heads to the pages in some slots.
+
+    query        [groups, group, head_dim]
+    key_pool     [slots, 16, head_dim], value_pool likewise; what no slot of a group names is not looked at
+    slots        [groups, pages] int64, -1 for none
+    page_tokens  [groups, pages] int64, tokens of each page that are there, 0 to 16
+    returns      (out, lse, page_lse) f32: [groups, group, head_dim] normalised, [groups, group] and
+                 [groups, group, pages]; zeros and -inf where no token is seen
+    """
+    seen = torch.arange(PAGE_TOKENS) < page_tokens.masked_fill(slots < 0, 0)[..., None]  # [groups, pages, 16]
+    index = slots.clamp(min=0)
+    unseen = ~seen[..., None]
+    key = key_pool[index].float().masked_fill(unseen, 0.0)
+    value = value_pool[index].float().masked_fill(unseen, 0.0)
+    scores = scale * torch.einsum("ngd,nptd->ngpt", query.float(), key)
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    page_lse = scores.logsumexp(dim=-1)
+    lse = page_lse.logsumexp(dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None, None])
+    return torch.einsum("ngpt,nptd->ngd", weights, value), lse, page_lse
+
+
+class EmulatedDevice:
+    """The `Device` of tests, and of real requests on a machine without a GPU."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self._pool = pool
+        self._stream = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
+
+    def begin(self, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> RowStates:
+        """States in which nothing is seen yet."""
+        return RowStates.empty(rows, q_heads, kv_heads, head_dim)
+
+    def attend(
+        self,
+        query: Tensor,
+        scale: float,
+        states: RowStates,
+        flags: WaveFlags,
+        loaded: Future[Loaded],
+        readings: Sequence[Reading],
+        index: int,
+    ) -> Future[Attended]:
+        """See `Device`."""
+        return self._stream.submit(self._attend, query, scale, states, flags, loaded, readings, index)
+
+    def merge(self, states: RowStates, group: GroupKey, state: HostState) -> None:
+        """See `Device`."""
+        _fold(states, group, state.out, state.lse)
+
+    def close(self) -> None:
+        """See `Device`."""
+        self._stream.shutdown(wait=True)
+
+    @torch.inference_mode()  # which belongs to a thread: vLLM's step is in it, and so are the states
+    def _attend(
+        self,
+        query: Tensor,
+        scale: float,
+        states: RowStates,
+        flags: WaveFlags,
+        load: Future[Loaded],
+        readings: Sequence[Reading],
+        index: int,
+    ) -> Attended:
+        loaded = load.result()
+        started = time.perf_counter()
+        held = [place for place, slots in enumerate(loaded.slots) if slots]
+        read = [place for place in held if not flags.is_done(readings[place].group)]
+        wasted = sum(len(loaded.slots[place]) for place in set(held) - set(read))
+        if read:
+            self._fold_pages(query, scale, states, loaded, [readings[place] for place in read], read, index)
+        for reading in readings:
+            if not flags.is_done(reading.group) and reading.threshold is not None and reading.microbatch(index):
+                _look(reading, index, states, flags)
+        if bool(flags.done.all()):
+            flags.stop[0] = 1
+        return Attended(parts=tuple(read), wasted_pages=wasted, busy_s=time.perf_counter() - started)
+
+    def _fold_pages(
+        self,
+        query: Tensor,
+        scale: float,
+        states: RowStates,
+        loaded: Loaded,
+        readings: Sequence[Reading],
+        parts: Sequence[int],
+        index: int,
+    ) -> None:
+        most = max(len(loaded.slots[part]) for part in parts)
+        slots = torch.full((len(parts), most), -1, dtype=torch.int64)
+        page_tokens = torch.zeros(len(parts), most, dtype=torch.int64)
+        for place, (part, reading) in enumerate(zip(parts, readings, strict=True)):
+            count = len(loaded.slots[part])
+            slots[place, :count] = torch.tensor(loaded.slots[part])
+            page_tokens[place, :count] = torch.tensor(reading.page_tokens(index))
+        queries = torch.stack([query[reading.group.row, states.heads(reading.group)] for reading in readings])
+        out, lse, page_lse = attend_slots(queries, self._pool.key, self._pool.value, slots, page_tokens, scale)
+        lightest = page_lse.masked_fill((slots < 0)[:, None], torch.inf).amin(dim=-1)
+        for place, reading in enumerate(readings):
+            _fold(states, reading.group, out[place], lse[place])
+            if reading.threshold is not None:
+                seen = states.lightest_lse[reading.group.row, states.heads(reading.group)]
+                seen.copy_(torch.minimum(seen, lightest[place]))
+
+
+def _fold(states: RowStates, group: GroupKey, out: Tensor, lse: Tensor) -> None:
+    """Merge one group's partial attention, [group, head_dim] and [group], into its rows."""
+    heads = states.heads(group)
+    merged = merge_states(states.out[group.row, heads], states.lse[group.row, heads], out, lse)
+    states.out[group.row, heads], states.lse[group.row, heads] = merged
+
+
+def _look(reading: Reading, index: int, states: RowStates, flags: WaveFlags) -> None:
+    """PSA's lines 14 to 18 for one group: done when enough is read, or everything that may be."""
+    assert reading.threshold is not None
+    row, kv_head = reading.group
+    heads = states.heads(reading.group)
+    share = kept_share(states.lse[row, heads], reading.log_rest(index, states.lightest_lse[row, heads]))
+    states.kept[row, kv_head] = share
+    if share > reading.threshold or index + 1 == reading.microbatches:
+        flags.done[row, kv_head] = 1

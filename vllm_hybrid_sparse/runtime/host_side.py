@@ -1,0 +1,59 @@
+"""The host's part of one layer's step: groups whose candidates are attended where they lie, by the native core."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.merge.reference import merge_states
+from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState, attend_pages
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.runtime.readings import Reading, kept_share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostResult:
+    """What the host did for one group."""
+
+    state: HostState  # of the candidates alone
+    pages_read: int  # the first so many of the reading's
+    kept: float  # P_acc at the stop; 1 without a threshold
+
+
+class HostSide:
+    """Carries readings out on the host, with all threads of the native pool. Called by the step's thread alone."""
+
+    def __init__(self, attention: NativeAttention) -> None:
+        self._attention = attention
+
+    def attend(
+        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, reading: Reading, pages: tuple[int, ...]
+    ) -> HostState:
+        """Attend to some pages of a group; query [group, head_dim] of the KV dtype."""
+        listed = torch.tensor(pages, dtype=torch.int32)
+        return attend_pages(
+            self._attention, query, kv_cache, block_table, reading.group.kv_head, listed, reading.seq_len
+        )
+
+    def read(
+        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, reading: Reading, retained_lse: Tensor
+    ) -> HostResult:
+        """Read a group's candidates until it is enough, as the device would.
+
+        query          [group, head_dim]  of the KV dtype
+        retained_lse   [group] f32        of what the device has attended for the group
+        """
+        if reading.threshold is None:
+            state = self.attend(query, kv_cache, block_table, reading, reading.pages)
+            return HostResult(state=state, pages_read=len(reading.pages), kept=1.0)
+        state = self.attend(query, kv_cache, block_table, reading, ())
+        read, kept = 0, 1.0
+        for index in range(reading.microbatches):
+            part = self.attend(query, kv_cache, block_table, reading, reading.microbatch(index))
+            out, lse = merge_states(state.out, state.lse, part.out, part.lse)
+            state = HostState(out, lse, torch.minimum(state.lightest_lse, part.lightest_lse))
+            read += len(reading.microbatch(index))
+            kept = kept_share(torch.logaddexp(retained_lse, state.lse), reading.log_rest(index, state.lightest_lse))
+            if kept > reading.threshold:
+                break
+        return HostResult(state=state, pages_read=read, kept=kept)

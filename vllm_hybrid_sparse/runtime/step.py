@@ -1,0 +1,236 @@
+"""One step of one layer on two tiers: append, retained set, scores, plan, and the candidates on device and host.
+
+The host store stays the truth. The native core appends to it, computes prefill rows and summaries as it does without a
+device; decode rows are left to this executor.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import score_pages
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, native_selection
+from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
+from vllm_hybrid_sparse.policy.planner import PLANNERS
+from vllm_hybrid_sparse.policy.task_queue import TaskQueue
+from vllm_hybrid_sparse.runtime.candidates import Ranker, no_scores
+from vllm_hybrid_sparse.runtime.device_side import DeviceResult, LayerRows
+from vllm_hybrid_sparse.runtime.host_side import HostResult, HostSide
+from vllm_hybrid_sparse.runtime.readings import Reading
+from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
+from vllm_hybrid_sparse.runtime.tiers import DeviceTier
+from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey, GroupTask, PageKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What the phases of one call share."""
+
+    rows: LayerRows
+    kv_cache: Tensor
+    batch: TieredBatch
+
+    def query(self, group: GroupKey) -> Tensor:
+        """The group's query heads, [group, head_dim]."""
+        return self.rows.query[group.row, self.rows.states.heads(group)]
+
+    def lse(self, group: GroupKey) -> Tensor:
+        """Log-sum-exp of what the device has attended so far, [group]."""
+        return self.rows.states.lse[group.row, self.rows.states.heads(group)]
+
+
+class TieredLayer:
+    """Layers of one shape whose decode rows a device and its host share. One call at a time."""
+
+    def __init__(self, tier: DeviceTier, attention: NativeAttention, scale: float) -> None:
+        settings = tier.settings
+        self._tier = tier
+        self._attention = attention
+        self._scale = scale
+        self._selection = native_selection(settings.selection, settings.retained)
+        self._ranker = Ranker(settings.selection, settings.retained, attention.summary == "key_codes")
+        self._plan = PLANNERS[settings.host_share or "none"]
+        self._asks_residency = settings.host_share == "queue"
+        self._host = HostSide(attention)
+        self.last_pages: dict[GroupKey, tuple[int, ...]] = {}  # candidates that the last call read, in their order
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        batch: TieredBatch,
+        output: Tensor,
+    ) -> None:
+        """Append the batch's keys and values, summarise the pages they fill, attend, and write `output`.
+
+        The arguments are those of `NativeAttention.forward`.
+        """
+        self._attention.forward(query, key, value, kv_cache, batch.native, self._selection, None, output)
+        if key is not None and value is not None:
+            self._write_through(key, value, self._tier.layer_of(kv_cache), batch)
+        if batch.rows:
+            self._decode(query, kv_cache, batch, output)
+
+    def _write_through(self, key: Tensor, value: Tensor, layer: int, batch: TieredBatch) -> None:
+        """Keep the pool true: pages that prefill has written are dropped, a decode row's token is written there too."""
+        loader, kv_heads = self._tier.loader, range(self._attention.num_kv_heads)
+        if batch.written_pages:
+            loader.forget([PageKey(layer, head, page) for page in batch.written_pages for head in kv_heads]).result()
+        stored = [(row, slot) for row, slot in zip(batch.rows, batch.new_slots, strict=True) if slot >= 0]
+        if stored:
+            tokens = [row for row, _ in stored]
+            keys = [PageKey(layer, head, slot // PAGE_TOKENS) for _, slot in stored for head in kv_heads]
+            offsets = [slot % PAGE_TOKENS for _, slot in stored for _ in kv_heads]
+            loader.append(keys, offsets, key[tokens].flatten(0, 1), value[tokens].flatten(0, 1)).result()
+
+    def _decode(self, query: Tensor, kv_cache: Tensor, batch: TieredBatch, output: Tensor) -> None:
+        started = time.perf_counter()
+        attention, tier, tokens = self._attention, self._tier, list(batch.rows)
+        rows = LayerRows(
+            layer=tier.layer_of(kv_cache),
+            source=tier.source(kv_cache),
+            query=query[tokens],
+            scale=self._scale,
+            block_tables=[table.numpy() for table in batch.block_tables],
+            states=tier.device.begin(len(tokens), attention.num_q_heads, attention.num_kv_heads, attention.head_dim),
+        )
+        step = _Step(rows=rows, kv_cache=kv_cache, batch=batch)
+        attending = self._start_retained(step)
+        scores = [self._scores(step, row) for row in range(len(tokens))]  # while the device attends
+        retained = self._finish(step, attending)
+        readings, shares = self._rank(step, scores)
+        queue = TaskQueue(self._plan(self._tasks(step, readings, scores)))
+        attending = tier.launcher.submit(tier.side.run, rows, self._waves(queue, readings))
+        try:
+            hosted = self._read_on_host(step, queue, readings)
+        finally:
+            wait([attending])  # nothing of this step may still run when it has failed
+        selected = self._finish(step, attending)
+        for group, result in hosted.items():
+            tier.device.merge(rows.states, group, result.state)
+        output[tokens] = rows.states.out.to(output.dtype)
+        pages = {group: selected.pages_read.get(group, 0) for group in readings}
+        pages |= {group: result.pages_read for group, result in hosted.items()}
+        self.last_pages = {group: readings[group].pages[:count] for group, count in pages.items()}
+        self._count(step, retained.stats + selected.stats, readings, hosted, shares, time.perf_counter() - started)
+
+    def _start_retained(self, step: _Step) -> Future[DeviceResult]:
+        """Have the device attend to the retained sets."""
+        groups_at_once = self._tier.groups_at_once
+        readings = [
+            self._ranker.retained_reading(GroupKey(row, head), seq_len)
+            for row, seq_len in enumerate(step.batch.seq_lens)
+            for head in range(self._attention.num_kv_heads)
+        ]
+        waves = [readings[first : first + groups_at_once] for first in range(0, len(readings), groups_at_once)]
+        return self._tier.launcher.submit(self._tier.side.run, step.rows, waves)
+
+    def _finish(self, step: _Step, attending: Future[DeviceResult]) -> DeviceResult:
+        """Wait for the device; what could not be loaded is attended where it lies, and the first failure logged."""
+        result = attending.result()
+        for reading, pages, error in result.failed:
+            self._tier.report_failure(error)
+            table = step.batch.block_tables[reading.group.row]
+            state = self._host.attend(step.query(reading.group), step.kv_cache, table, reading, pages)
+            self._tier.device.merge(step.rows.states, reading.group, state)
+        return result
+
+    def _scores(self, step: _Step, row: int) -> Tensor:
+        """Scores of one decode row's candidates, [q_heads, scored pages]."""
+        first, end = self._ranker.scored_pages(step.batch.seq_lens[row])
+        if first == end:
+            return no_scores(self._attention.num_q_heads)
+        table = step.batch.block_tables[row]
+        return score_pages(self._attention, step.rows.query[row], step.kv_cache, table, first, end)
+
+    def _rank(self, step: _Step, scores: Sequence[Tensor]) -> tuple[dict[GroupKey, Reading], dict[GroupKey, float]]:
+        """What each group may read, and P_acc before it reads any of that."""
+        readings, shares = {}, {}
+        for row, seq_len in enumerate(step.batch.seq_lens):
+            for head in range(self._attention.num_kv_heads):
+                group = GroupKey(row, head)
+                of_group = scores[row][step.rows.states.heads(group)]
+                readings[group], shares[group] = self._ranker.reading(group, seq_len, of_group, step.lse(group))
+        return readings, shares
+
+    def _tasks(self, step: _Step, readings: Mapping[GroupKey, Reading], scores: Sequence[Tensor]) -> list[GroupTask]:
+        """The groups that have anything to read, and how much of it the device lacks, where the plan asks for that."""
+        tasks = []
+        for group, reading in readings.items():
+            if not reading.pages:
+                continue
+            missing = 0
+            if self._asks_residency:
+                missing = self._tier.loader.missing(step.rows.keys(group, reading.pages)).result()
+            scored = scores[group.row].shape[1]
+            tasks.append(GroupTask(group=group, pages=reading.pages, missing=missing, scored=scored))
+        return tasks
+
+    def _waves(self, queue: TaskQueue, readings: Mapping[GroupKey, Reading]) -> Iterator[list[Reading]]:
+        """What the device takes from the queue, each time that it has nothing more to load."""
+        while tasks := queue.take_for_device(self._tier.groups_at_once):
+            yield [readings[task.group] for task in tasks]
+
+    def _read_on_host(
+        self, step: _Step, queue: TaskQueue, readings: Mapping[GroupKey, Reading]
+    ) -> dict[GroupKey, HostResult]:
+        """Work for the host until the queue has nothing for it."""
+        results = {}
+        while task := queue.take_for_host():
+            group, table = task.group, step.batch.block_tables[task.group.row]
+            results[group] = self._host.read(step.query(group), step.kv_cache, table, readings[group], step.lse(group))
+        return results
+
+    def _count(
+        self,
+        step: _Step,
+        device: TierStats,
+        readings: Mapping[GroupKey, Reading],
+        hosted: Mapping[GroupKey, HostResult],
+        shares: Mapping[GroupKey, float],
+        step_s: float,
+    ) -> None:
+        kept, stops = 0.0, 0
+        looked = [group for group, reading in readings.items() if reading.threshold is not None]
+        for group in looked:
+            if group in hosted:
+                kept += hosted[group].kept
+            else:
+                kept += float(step.rows.states.kept[group]) if readings[group].pages else shares[group]
+            stops += len(self.last_pages[group]) < readings[group].candidates
+        layout = self._attention.layout
+        pages = sum(-(-reading.seq_len // PAGE_TOKENS) for reading in readings.values())
+        candidates = sum(reading.candidates for reading in readings.values())
+        read = pages - candidates + sum(map(len, self.last_pages.values()))
+        scored = sum(end - first for first, end in map(self._ranker.scored_pages, step.batch.seq_lens))
+        summaries = scored * self._attention.num_kv_heads * layout.summary_bytes
+        self._tier.count(
+            device
+            + TierStats(
+                groups=len(readings),
+                groups_on_host=len(hosted),
+                pages_on_host=sum(result.pages_read for result in hosted.values()),
+                early_stops=stops,
+                looked_groups=len(looked),
+                kept_mass=kept,
+                step_s=step_s,
+            ),
+            DecodeStats(
+                selections=len(readings),
+                pages_total=pages,
+                pages_read=read,
+                pages_wasted=device.pages_wasted,
+                total_bytes=pages * layout.page_bytes,
+                read_bytes=(read + device.pages_wasted) * layout.page_bytes + summaries,
+                summary_bytes=summaries,
+                early_stops=stops,
+                judged=len(looked),
+                kept_mass=kept,
+                microbatches=device.microbatches,
+            ),
+        )

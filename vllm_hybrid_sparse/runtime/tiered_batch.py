@@ -1,0 +1,45 @@
+"""The requests of one step on two tiers: what the native core computes, and the decode rows."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class TieredBatch:
+    """One step's batch, divided once for all layers."""
+
+    native: NativeBatch  # of all; decode rows have a length of 0 there, so that they are appended and not attended
+    rows: tuple[int, ...]  # decode rows: their query tokens in the batch
+    seq_lens: tuple[int, ...]  # of the decode rows' requests, the new token included
+    block_tables: tuple[Tensor, ...]  # [blocks] int32 of each
+    new_slots: tuple[int, ...]  # where each row's token is stored: block * block_tokens + offset; negative: nowhere
+    written_pages: tuple[int, ...]  # pages of the host store that the other rows' tokens are stored in
+
+    @classmethod
+    def from_tensors(
+        cls, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, slot_mapping: Tensor, decode_mask: Tensor
+    ) -> Self:
+        """Check and divide. The arguments and errors are those of `NativeBatch.from_tensors`."""
+        NativeBatch.from_tensors(query_start_loc, seq_lens, block_table, slot_mapping, decode_mask)
+        decodes = decode_mask.bool() & (query_start_loc.diff() == 1)
+        lengths = seq_lens.masked_fill(decodes, 0)
+        native = NativeBatch.from_tensors(query_start_loc, lengths, block_table, slot_mapping, decode_mask)
+        requests = decodes.nonzero().flatten()
+        tokens = query_start_loc[:-1][requests].long()
+        others = torch.ones(native.num_tokens, dtype=torch.bool)
+        others[tokens] = False
+        stored = slot_mapping[: native.num_tokens][others]
+        return cls(
+            native=native,
+            rows=tuple(tokens.tolist()),
+            seq_lens=tuple(seq_lens[requests].tolist()),
+            block_tables=tuple(block_table[request] for request in requests.tolist()),
+            new_slots=tuple(slot_mapping[tokens].tolist()),
+            written_pages=tuple((stored[stored >= 0] // PAGE_TOKENS).unique().tolist()),
+        )

@@ -1,0 +1,152 @@
+"""The device tier of one worker process: its pool, the threads that serve it, and what it was good for."""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+from torch import Tensor
+
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.errors import ConfigError, KernelError
+from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, NativeAttention
+from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
+from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.memory.layout import BlockLayout
+from vllm_hybrid_sparse.memory.transfers import Loader
+from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
+from vllm_hybrid_sparse.runtime.device_side import DeviceSide
+from vllm_hybrid_sparse.runtime.emulated import EmulatedDevice
+from vllm_hybrid_sparse.values import MICROBATCHES_IN_FLIGHT, PAGE_TOKENS, PageKey
+
+logger = logging.getLogger(__name__)
+
+THREAD_NAME = "hybrid-sparse-launcher"
+
+
+class DeviceTier:
+    """Made once the KV memory is there: one pool for all layers that store keys, in the order of `kv_caches`.
+
+    Everything but `take_stats` and `close` is called by the thread that runs the steps. Raises ConfigError where the
+    pool cannot hold what one group needs, or the layers' pages differ.
+    """
+
+    def __init__(self, settings: HybridSparseConfig, kv_caches: Sequence[Tensor], attention: NativeAttention) -> None:
+        """Raises ConfigError.
+
+        kv_caches   one a layer, as `NativeAttention.forward` takes them; one that two layers share counts once
+        attention   the kernel of all these layers
+        """
+        self.settings = settings
+        self._layer_of = {address: layer for layer, address in enumerate(_addresses(kv_caches))}
+        shape = PoolShape(
+            capacity_pages=settings.device_pool_pages or 0,
+            layers=len(self._layer_of),
+            head_dim=attention.head_dim,
+            dtype=attention.dtype,
+            eviction=settings.device_eviction or "",
+            unified=settings.device_pool == "unified",
+        )
+        least = group_pages(settings) * (1 if shape.unified else shape.layers)
+        if shape.capacity_pages < least:
+            of_layers = "" if shape.unified else f", for each of {shape.layers} layers"
+            raise ConfigError(
+                f"hybrid_sparse.device_pool_pages={shape.capacity_pages}: must be at least {least}, two microbatches "
+                f"of one KV head{of_layers}"
+            )
+        self.pool = DevicePool(shape)
+        self.loader = Loader(self.pool)
+        self.device = EmulatedDevice(self.pool)
+        self.side = DeviceSide(self.loader, self.device)
+        self.launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
+        self._layout = BlockLayout(
+            dtype=DTYPE_NAMES[attention.dtype],
+            head_dim=attention.head_dim,
+            block_tokens=attention.layout.pages_per_block * PAGE_TOKENS,
+            summary=attention.summary,
+            code_bits=settings.code_bits or 2,
+        )
+        self.kv_heads = attention.num_kv_heads
+        self._sources: dict[int, HostPages] = {}
+        self._stats = TierStats()
+        self._decode_stats = DecodeStats()
+        self._evictions = 0
+        self._failure_is_logged = False
+
+    @property
+    def groups_at_once(self) -> int:
+        """Groups of one layer that fit the pool together."""
+        return self.pool.shape.layer_capacity_pages // group_pages(self.settings)
+
+    def layer_of(self, kv_cache: Tensor) -> int:
+        """The number of the layer that stores its keys there. KernelError where it is none of the tier's."""
+        layer = self._layer_of.get(kv_cache.data_ptr())
+        if layer is None:
+            raise KernelError("kv_cache: is none of those that the device tier was made for")
+        return layer
+
+    def source(self, kv_cache: Tensor) -> HostPages:
+        """The pages of a layer's host store."""
+        layer = self.layer_of(kv_cache)
+        if layer not in self._sources:
+            self._sources[layer] = HostPages(kv_cache, self._layout, self.kv_heads)
+        return self._sources[layer]
+
+    def forget_blocks(self, blocks: Sequence[int]) -> None:
+        """Drop all pages of blocks, in every layer, that something else than a step has written or is about to."""
+        of_block = self._layout.pages_per_block
+        if not blocks:
+            return
+        self.loader.forget(
+            [
+                PageKey(layer, kv_head, page)
+                for layer in range(len(self._layer_of))
+                for kv_head in range(self.kv_heads)
+                for block in blocks
+                for page in range(block * of_block, (block + 1) * of_block)
+            ]
+        ).result()
+
+    def count(self, tiers: TierStats, decode: DecodeStats) -> None:
+        """Add what a layer's step did."""
+        self._stats += tiers
+        self._decode_stats += decode
+
+    def report_failure(self, error: Exception) -> None:
+        """Log the first failed load; all are counted, and the host does what they were for."""
+        if not self._failure_is_logged:
+            logger.warning("hybrid_sparse: %s; the host attends to these pages, and later failures are counted", error)
+            self._failure_is_logged = True
+
+    def take_stats(self) -> TierStats:
+        """What device and host did since the last call."""
+        evicted = self.pool.evictions - self._evictions
+        self._evictions += evicted
+        stats, self._stats = self._stats + TierStats(pages_evicted=evicted), TierStats()
+        return stats
+
+    def take_decode_stats(self) -> DecodeStats:
+        """How much of the cache was read since the last call."""
+        stats, self._decode_stats = self._decode_stats, DecodeStats()
+        return stats
+
+    def close(self) -> None:
+        """End all threads; what they were asked for is finished first. A second call does nothing."""
+        self.launcher.shutdown(wait=True)
+        self.device.close()
+        self.loader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def group_pages(settings: HybridSparseConfig) -> int:
+    """Slots that one group needs while it is read: of the microbatch that is attended and of the one that is loaded."""
+    return MICROBATCHES_IN_FLIGHT * settings.selection.microbatch_pages
+
+
+def _addresses(kv_caches: Sequence[Tensor]) -> list[int]:
+    return list(dict.fromkeys(kv_cache.data_ptr() for kv_cache in kv_caches))
