@@ -6,16 +6,18 @@ It bounds what a selection can reach: an oracle sees the true weights, chance se
 
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from benchmarks.accuracy.kept_mass import by_page, oracle_order, oracle_pages, token_weights
 from vllm_hybrid_sparse.hf import DecodeStep
+from vllm_hybrid_sparse.hf.implementation import attention_implementation
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SelectionSpec
 
@@ -74,16 +76,13 @@ class ReferenceSession:
         self._model = model
         self._rule = rule
         self._watch = watch
-        self._before = ""
+        self._entered = ExitStack()
         self._stats = DecodeStats()
 
     def __enter__(self) -> Self:
         if ReferenceSession._current is not None:
             raise ValueError("ReferenceSession: another one is entered; one at a time")
-        self._before = self._model.config._attn_implementation
-        AttentionInterface.register(IMPLEMENTATION, _attend)
-        AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-        self._model.set_attn_implementation(IMPLEMENTATION)
+        self._entered.enter_context(attention_implementation(self._model, IMPLEMENTATION, _attend))
         ReferenceSession._current = self
         return self
 
@@ -91,7 +90,9 @@ class ReferenceSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ReferenceSession._current = None
-        self._model.set_attn_implementation(self._before)
+        self._entered.close()
+
+    keeps_request_state = False
 
     def adopt(self) -> None:
         """As of a SparseSession; here every call does."""
@@ -148,7 +149,3 @@ def _attend(
         query, key, value, attn_mask=past, scale=scale, enable_gqa=True
     )
     return output.transpose(1, 2), None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask is built: one unpadded sequence is causal."""

@@ -10,23 +10,27 @@ One sequence at a time, on the CPU. Prefill is exact, single tokens are decoded 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
+from vllm_hybrid_sparse.hf.implementation import attention_implementation
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.runtime.host import HostRuntime
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 IMPLEMENTATION = "hybrid_sparse"
 _BLOCK_TOKENS = 128
+_SEQUENCE = "the sequence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class DecodeStep:
     scale: float
     plans: list[list[int]]  # [kv_heads] candidate pages read, in the order of reading
     output: Tensor  # [q_heads, head_dim], what the model was given
+    packed: list[list[int]] = field(default_factory=list)  # [kv_heads] HGCA's salient positions; empty elsewhere
 
 
 @dataclass(slots=True)
@@ -84,17 +89,14 @@ class SparseSession:
         self._watch = watch
         self._layers: dict[int, _Layer] = {}
         self._block_table = torch.arange(self._blocks, dtype=torch.int32)[None]
-        self._slots = self.runtime.requests.of(["the sequence"])
-        self._before = ""
+        self._slots = self.runtime.requests.of([_SEQUENCE])
+        self._entered = ExitStack()
         self._adoption = 0
 
     def __enter__(self) -> Self:
         if SparseSession._current is not None:
             raise ConfigError("SparseSession: another one is entered; one at a time")
-        self._before = self._model.config._attn_implementation
-        AttentionInterface.register(IMPLEMENTATION, _attend)
-        AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-        self._model.set_attn_implementation(IMPLEMENTATION)
+        self._entered.enter_context(attention_implementation(self._model, IMPLEMENTATION, _attend))
         SparseSession._current = self
         return self
 
@@ -102,18 +104,24 @@ class SparseSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         SparseSession._current = None
-        self._model.set_attn_implementation(self._before)
+        self._entered.close()
 
     def adopt(self) -> None:
         """Take the sequence over from the cache of the model's next call, whoever computed it.
 
         What that cache holds of earlier tokens is stored again, without attending, so one prefill serves sessions of
-        any settings, and a cache that was cropped may be decoded from again. ConfigError with policy hgca, whose choice
-        comes from the attention of a prefill.
+        any settings, and a cache that was cropped may be decoded from again. Where `keeps_request_state`, that state is
+        made of a prompt's last rows: the call must bring 16 tokens of the prompt or all of it (ConfigError
+        where it brings less than those of the last page), and what is decoded follows in later calls.
         """
-        if self.runtime.keeps_request_state:
-            raise ConfigError(f"policy={self.runtime.settings.policy!r}: needs a prefill in the session, not adopt()")
+        self.runtime.requests.release([_SEQUENCE])
+        self._slots = self.runtime.requests.of([_SEQUENCE])
         self._adoption += 1
+
+    @property
+    def keeps_request_state(self) -> bool:
+        """Whether what is read depends on queries of earlier calls, and not on the cache alone."""
+        return self.runtime.keeps_request_state
 
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""
@@ -133,6 +141,9 @@ class SparseSession:
         if total == new:
             layer.tokens = 0
         elif layer.adoption != self._adoption:
+            of_page = (total - 1) % PAGE_TOKENS + 1
+            if layer.hgca is not None and new < of_page:
+                raise ConfigError(f"tokens={new}: the call after adopt() must bring at least the last page's {of_page}")
             self._store(layer, key[:, : total - new], value[:, : total - new], query.shape[0])
         layer.adoption = self._adoption
         if layer.tokens != total - new:
@@ -163,7 +174,8 @@ class SparseSession:
         layer.tokens = total
         if self._watch and new == 1:
             plans = [layer.attention.last_plan(0, head) for head in range(key.shape[0])]
-            self._watch(DecodeStep(index, query[:, 0], key, value, scale, plans, output[0]))
+            packed = self.hgca_positions(index) if layer.hgca is not None else []
+            self._watch(DecodeStep(index, query[:, 0], key, value, scale, plans, output[0], packed))
         return output
 
     def _store(self, layer: _Layer, key: Tensor, value: Tensor, q_heads: int) -> None:
@@ -236,7 +248,3 @@ def _attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output = session.attend(module.layer_idx, query[0], key[0], value[0], scale)
     return output[None], None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask is built: one unpadded sequence is causal."""
