@@ -11,6 +11,7 @@ from benchmarks.accuracy.kept_mass import KeptMass
 from benchmarks.accuracy.roomy_cache import roomy_cache
 from benchmarks.accuracy.selections import FULL, PROMISE, Decoding, open_decoding, retained_of
 from vllm_hybrid_sparse.metrics import DecodeStats
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
 class Prefill:
@@ -23,6 +24,7 @@ class Prefill:
         new_tokens   room for what is decoded
         """
         self.model = model
+        self._token_ids = token_ids[:-1]
         self.last_token = int(token_ids[-1])
         self.tokens = len(token_ids) - 1
         self.max_tokens = self.tokens + 1 + new_tokens
@@ -30,12 +32,24 @@ class Prefill:
         with open_decoding(model, FULL, max_tokens=self.max_tokens), torch.inference_mode():
             model(token_ids[None, :-1], past_key_values=self._cache, logits_to_keep=1)
 
-    def rewind(self, decoding: Decoding, fed: int = 0) -> None:
-        """Forget all but the prefill and the first `fed` tokens fed since; `decoding` goes on from there."""
-        excess = self._cache.get_seq_length() - self.tokens - fed
+    @torch.inference_mode()
+    def rewind(self, decoding: Decoding, fed: Sequence[int] = ()) -> None:
+        """Forget all but the prefill and the tokens `fed` since (`last_token` first); `decoding` goes on from there.
+
+        Where it keeps state beside the cache, the prefill's last rows are computed and `fed` is decoded again.
+        """
+        kept = self.tokens + len(fed)
+        if decoding.keeps_request_state:
+            kept = max(0, self.tokens - PAGE_TOKENS)
+        excess = self._cache.get_seq_length() - kept
         if excess > 0:
             self._cache.crop(-excess)
         decoding.adopt()
+        if decoding.keeps_request_state:
+            self.model(self._token_ids[None, kept:], past_key_values=self._cache, logits_to_keep=1)
+            for token in fed:
+                self.feed(token)
+            decoding.take_stats()
 
     @torch.inference_mode()
     def feed(self, token: int) -> Tensor:
@@ -85,7 +99,7 @@ def answer(prefill: Prefill, selection: str, full: Sequence[int] | None, limit: 
     own = _until_difference(along, full or along)
     if own != list(full or along) and own[-1] not in stops and len(own) < limit:
         with open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens) as decoding:
-            prefill.rewind(decoding, fed=len(own))
+            prefill.rewind(decoding, fed=[prefill.last_token, *own[:-1]])
             while len(own) < limit and own[-1] not in stops:
                 own.append(int(prefill.feed(own[-1]).argmax()))
     return Answer(own, along, stats, record)

@@ -76,7 +76,7 @@ class KeptMass:
     retained: RetainedSet
     promise: float
     kept: list[float] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # read of the candidates; of HGCA the packed ones
     oracle: list[int] = field(default_factory=list)
     candidates: list[int] = field(default_factory=list)
     error: list[float] = field(default_factory=list)  # of the output, largest of the group's heads
@@ -94,8 +94,12 @@ class KeptMass:
             read[head, 0, plan] = 1.0
         kept = retained + (shares * read).sum(dim=-1)
         heads = len(step.plans)
+        pages = [len(plan) for plan in step.plans]
+        for head, packed in enumerate(step.packed):
+            kept[head] += weights[head][:, packed].sum(dim=-1)
+            pages[head] += -(-len(packed) // PAGE_TOKENS)
         self.kept += kept.amin(dim=-1).tolist()
-        self.pages += [len(plan) for plan in step.plans]
+        self.pages += pages
         self.oracle += oracle_pages(candidates, retained, self.promise).tolist()
         self.candidates += heads * [end - first]
         self.error += output_error(step, weights).amax(dim=-1).tolist()
@@ -136,6 +140,17 @@ class KeptMass:
             "output_error": total(self.error) / records,
         }
         return {name: np.round(values, 5).tolist() for name, values in means.items()}
+
+    def oracle_deciles(self) -> list[list[float]]:
+        """Pages that the oracle needs, as shares of the candidates: [layers][11], from the least to the most of all
+        steps and KV heads of a layer (PSA, figure 2). Empty where nothing was recorded.
+        """
+        if not self.place:
+            return []
+        layer = np.array(self.place)[:, 0]
+        needed = np.array(self.oracle) / np.maximum(self.candidates, 1)
+        tenths = np.linspace(0, 1, 11)
+        return [np.quantile(needed[layer == one], tenths).round(5).tolist() for one in range(int(layer.max()) + 1)]
 
 
 def _ratio(part: list[int], whole: list[int]) -> float:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from benchmarks.accuracy.answers import Prefill
 from benchmarks.accuracy.kept_mass import KeptMass
 from benchmarks.accuracy.rows import OtherCommitError, Row, RowFile
-from benchmarks.accuracy.selections import PROMISE, SELECTIONS, chosen, open_decoding, retained_of, runs_on
+from benchmarks.accuracy.selections import PROMISE, chosen, open_decoding, retained_of, runs_on
 from benchmarks.accuracy.summaries import PERPLEXITY, summarise
 from benchmarks.machine import commit
 from benchmarks.report import markdown_table, save
@@ -43,6 +43,7 @@ def run_window(prefill: Prefill, selection: str, decoded: torch.Tensor) -> dict[
         "bytes_read": stats.read_bytes / stats.total_bytes,
         **record.summary(),
         "by_head": record.by_head(),
+        "oracle_deciles": record.oracle_deciles(),
     }
 
 
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("--windows", default=8, type=int, help="windows from the start of the text")
     parser.add_argument("--tokens", default=4096, type=int, help="of a window")
     parser.add_argument("--decoded", default=256, type=int, help="last tokens of a window that are decoded")
-    parser.add_argument("--selections", default=",".join(SELECTIONS), help="comma-separated")
+    parser.add_argument("--selections", default="main", help="comma-separated names or groups")
     parser.add_argument("--out", default=None, type=Path, help="JSONL file of rows, read and added to")
     parser.add_argument("--redo", action="store_true", help="drop rows of --out that another commit has measured")
     options = parser.parse_args()
