@@ -1,6 +1,7 @@
 """Which pages are read, by name: settings of the shipped kernels, and rules of the reference that bound them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -74,15 +75,31 @@ REFERENCES: dict[str, PageRule] = {
 }
 """Rules of the reference in plain torch."""
 
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One way of choosing pages at several budgets."""
+
+    name: str
+    summary: str  # by which it ranks pages
+    selections: tuple[str, ...]
+
+
+PSA_FAMILIES = (
+    Family("top-k", "cuboid_mean", tuple(_topk("cuboid"))),
+    Family("PSA's rule", "cuboid_mean", tuple(_thresholds("psa"))),
+    Family("top-k", "key_codes", tuple(_topk("codes2"))),
+    Family("PSA's rule", "key_codes", tuple(_thresholds("psa-codes2"))),
+    Family("estimated remainder", "key_codes", tuple(_thresholds("codes2"))),
+)
+"""PSA's figure 5: thresholds against top-k by the same summaries."""
+
 GROUPS: dict[str, list[str]] = {
     "main": [
         FULL, "quest-5%", "quest-2%", "cuboid-5%", "cuboid-2%", "codes1-5%", "codes1-2%", "codes2-5%", "codes2-2%",
         "codes2-0.95", "codes1-0.95", "psa-0.95", "psa-codes2-0.95", *REFERENCES,
     ],
-    "psa": [
-        FULL, *_topk("cuboid"), *_topk("codes2"), *_thresholds("psa"), *_thresholds("psa-codes2"),
-        *_thresholds("codes2"),
-    ],
+    "psa": [FULL, *(name for family in PSA_FAMILIES for name in family.selections)],
     "hgca": [FULL, *_hgca()],
 }  # fmt: skip
 """Selections by what they are measured for: the trade-off, PSA's figures 2 and 5, HGCA's table 1."""
