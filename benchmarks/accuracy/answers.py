@@ -47,9 +47,16 @@ class Prefill:
         decoding.adopt()
         if decoding.keeps_request_state:
             self.model(self._token_ids[None, kept:], past_key_values=self._cache, logits_to_keep=1)
-            for token in fed:
-                self.feed(token)
+            if fed:
+                self.follow(decoding, fed)
             decoding.take_stats()
+
+    @torch.inference_mode()
+    def follow(self, decoding: Decoding, tokens: Sequence[int]) -> Tensor:
+        """Decode these tokens, whatever the model says: logits [tokens, vocabulary] after each of them."""
+        with decoding.row_by_row():
+            logits: Tensor = self.model(torch.tensor([list(tokens)]), past_key_values=self._cache).logits[0].float()
+        return logits
 
     @torch.inference_mode()
     def feed(self, token: int) -> Tensor:
@@ -88,21 +95,25 @@ def answer(prefill: Prefill, selection: str, full: Sequence[int] | None, limit: 
     watching = open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens, watch=record.watch)
     with watching as decoding:
         prefill.rewind(decoding)
-        along: list[int] = []
-        fed = prefill.last_token
-        while len(along) < (limit if full is None else len(full)):
-            along.append(int(prefill.feed(fed).argmax()))
-            fed = along[-1] if full is None else full[len(along) - 1]
-            if full is None and fed in stops:
-                break
+        if full is None:
+            along = _go_on(prefill, [], limit, stops)
+        else:
+            along = prefill.follow(decoding, [prefill.last_token, *full[:-1]]).argmax(dim=-1).tolist()
         stats = decoding.take_stats()
     own = _until_difference(along, full or along)
     if own != list(full or along) and own[-1] not in stops and len(own) < limit:
         with open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens) as decoding:
             prefill.rewind(decoding, fed=[prefill.last_token, *own[:-1]])
-            while len(own) < limit and own[-1] not in stops:
-                own.append(int(prefill.feed(own[-1]).argmax()))
+            own = _go_on(prefill, own, limit, stops)
     return Answer(own, along, stats, record)
+
+
+def _go_on(prefill: Prefill, said: Sequence[int], limit: int, stops: set[int]) -> list[int]:
+    """What was said and what greedily follows it, `limit` tokens at most, a stop the last."""
+    own = list(said)
+    while len(own) < limit and not (own and own[-1] in stops):
+        own.append(int(prefill.feed(own[-1] if own else prefill.last_token).argmax()))
+    return own
 
 
 def _until_difference(ours: list[int], theirs: Sequence[int]) -> list[int]:

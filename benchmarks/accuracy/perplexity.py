@@ -4,7 +4,8 @@
 
 The shipped kernels run inside Transformers (`vllm_hybrid_sparse.hf`), in float32; `oracle` and `random` selections run
 on the reference in plain torch. Each window is prefilled densely, once for all selections, then its last tokens are
-decoded one by one, the true one fed whatever the model says. With `--out FILE` rows that it holds are kept and only
+decoded one after another, the true one fed whatever the model says: all are known, so each layer decodes them in one
+call (`row_by_row`). With `--out FILE` rows that it holds are kept and only
 the rest is run.
 """
 
@@ -32,14 +33,12 @@ def run_window(prefill: Prefill, selection: str, decoded: torch.Tensor) -> dict[
     decoded   [tokens] int64
     """
     record = KeptMass(retained_of(selection), PROMISE)
-    losses = []
     with open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens, watch=record.watch) as decoding:
         prefill.rewind(decoding)
-        for fed, true in zip([prefill.last_token, *decoded[:-1].tolist()], decoded, strict=True):
-            losses.append(torch.nn.functional.cross_entropy(prefill.feed(fed), true))
+        logits = prefill.follow(decoding, [prefill.last_token, *decoded[:-1].tolist()])
         stats = decoding.take_stats()
     return {
-        "loss": float(torch.stack(losses).mean()),
+        "loss": float(torch.nn.functional.cross_entropy(logits, decoded)),
         "bytes_read": stats.read_bytes / stats.total_bytes,
         **record.summary(),
         "by_head": record.by_head(),

@@ -5,8 +5,8 @@ It bounds what a selection can reach: an oracle sees the true weights, chance se
 """
 
 import random
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -77,6 +77,7 @@ class ReferenceSession:
         self._rule = rule
         self._watch = watch
         self._entered = ExitStack()
+        self._row_by_row = False
         self._stats = DecodeStats()
 
     def __enter__(self) -> Self:
@@ -97,10 +98,39 @@ class ReferenceSession:
     def adopt(self) -> None:
         """As of a SparseSession; here every call does."""
 
+    @contextmanager
+    def row_by_row(self) -> Iterator[None]:
+        """As of a SparseSession."""
+        self._row_by_row = True
+        try:
+            yield
+        finally:
+            self._row_by_row = False
+
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""
         stats, self._stats = self._stats, DecodeStats()
         return stats
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attend as the session is told to.
+
+        query        [q_heads, new tokens, head_dim]
+        key, value   [kv_heads, tokens, head_dim]   of the whole sequence
+        returns      [new tokens, q_heads, head_dim]
+        """
+        new, total = query.shape[1], key.shape[1]
+        if new == 1 or self._row_by_row:
+            ends = range(total - new + 1, total + 1)
+            rows = [
+                self.decode(layer, query[:, row], key[:, :end], value[:, :end], scale) for row, end in enumerate(ends)
+            ]
+            return torch.stack(rows)
+        past = torch.ones(new, total, dtype=torch.bool).tril(diagonal=total - new)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=past, scale=scale, enable_gqa=True
+        )
+        return output[0].transpose(0, 1)
 
     def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend with one token: query [q_heads, head_dim], key and value [kv_heads, tokens, head_dim]."""
@@ -141,11 +171,4 @@ def _attend(
     if session is None or query.shape[0] != 1:
         raise ValueError(f"attn_implementation={IMPLEMENTATION}: one sequence, within a ReferenceSession")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    new, total = query.shape[2], key.shape[2]
-    if new == 1:
-        return session.decode(module.layer_idx, query[0, :, 0], key[0], value[0], scale)[None, None], None
-    past = torch.ones(new, total, dtype=torch.bool).tril(diagonal=total - new)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=past, scale=scale, enable_gqa=True
-    )
-    return output.transpose(1, 2), None
+    return session.attend(module.layer_idx, query[0], key[0], value[0], scale)[None], None

@@ -1,6 +1,7 @@
 """Which pages are read, by name: settings of the shipped kernels, and rules of the reference that bound them."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -120,6 +121,9 @@ class Decoding(Protocol):
 
     def adopt(self) -> None:
         """Take the sequence over from the cache of the model's next call."""
+
+    def row_by_row(self) -> AbstractContextManager[None]:
+        """Within it the rows of a call are decoded one after another, as if each came in a call of its own."""
 
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""

@@ -9,8 +9,8 @@ One sequence at a time, on the CPU. Prefill is exact, single tokens are decoded 
 """
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -92,6 +92,7 @@ class SparseSession:
         self._slots = self.runtime.requests.of([_SEQUENCE])
         self._entered = ExitStack()
         self._adoption = 0
+        self._row_by_row = False
 
     def __enter__(self) -> Self:
         if SparseSession._current is not None:
@@ -123,6 +124,19 @@ class SparseSession:
         """Whether what is read depends on queries of earlier calls, and not on the cache alone."""
         return self.runtime.keeps_request_state
 
+    @contextmanager
+    def row_by_row(self) -> Iterator[None]:
+        """Within it the rows of a call are decoded one after another, as if each came in a call of its own.
+
+        Where all tokens are known before, as in teacher forcing, one call does what many would and reads the model's
+        weights once.
+        """
+        self._row_by_row = True
+        try:
+            yield
+        finally:
+            self._row_by_row = False
+
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""
         return self.runtime.take_stats()
@@ -134,6 +148,17 @@ class SparseSession:
         key, value   [kv_heads, tokens, head_dim]   of the whole sequence
         returns      [new tokens, q_heads, head_dim]
         """
+        if not self._row_by_row:
+            return self._attend_rows(index, query, key, value, scale)
+        before = key.shape[1] - query.shape[1]
+        outputs = [
+            self._attend_rows(index, query[:, [row]], key[:, : before + row + 1], value[:, : before + row + 1], scale)
+            for row in range(query.shape[1])
+        ]
+        return torch.cat(outputs)
+
+    def _attend_rows(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """As `attend`; a single row is a decode row."""
         new, total = query.shape[1], key.shape[1]
         if total > self._max_tokens:
             raise ConfigError(f"max_tokens={self._max_tokens}: the sequence has {total} tokens")
