@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from benchmarks.accuracy.kept_mass import KeptMass
 from benchmarks.accuracy.roomy_cache import roomy_cache
 from benchmarks.accuracy.selections import FULL, PROMISE, Decoding, open_decoding, retained_of
+from benchmarks.accuracy.step_batches import in_batches
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
@@ -92,8 +93,10 @@ def answer(prefill: Prefill, selection: str, full: Sequence[int] | None, limit: 
            None: this is full attention
     """
     record = KeptMass(retained_of(selection), PROMISE)
-    watching = open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens, watch=record.watch)
-    with watching as decoding:
+    with (
+        in_batches(record.watch) as watch,
+        open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens, watch=watch) as decoding,
+    ):
         prefill.rewind(decoding)
         if full is None:
             along = _go_on(prefill, [], limit, stops)

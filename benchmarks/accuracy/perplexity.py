@@ -20,6 +20,7 @@ from benchmarks.accuracy.answers import Prefill
 from benchmarks.accuracy.kept_mass import KeptMass
 from benchmarks.accuracy.rows import OtherCommitError, Row, RowFile
 from benchmarks.accuracy.selections import PROMISE, chosen, open_decoding, retained_of, runs_on
+from benchmarks.accuracy.step_batches import in_batches
 from benchmarks.accuracy.summaries import PERPLEXITY, summarise
 from benchmarks.machine import commit
 from benchmarks.report import markdown_table, save
@@ -33,7 +34,10 @@ def run_window(prefill: Prefill, selection: str, decoded: torch.Tensor) -> dict[
     decoded   [tokens] int64
     """
     record = KeptMass(retained_of(selection), PROMISE)
-    with open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens, watch=record.watch) as decoding:
+    with (
+        in_batches(record.watch) as watch,
+        open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens, watch=watch) as decoding,
+    ):
         prefill.rewind(decoding)
         logits = prefill.follow(decoding, [prefill.last_token, *decoded[:-1].tolist()])
         stats = decoding.take_stats()

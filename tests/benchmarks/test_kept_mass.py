@@ -48,7 +48,7 @@ def test_a_promise_that_the_retained_set_keeps_costs_nothing() -> None:
 def test_the_head_that_kept_least_counts() -> None:
     record = KeptMass(RETAINED, 0.95)
     step = make_step(130, [[2, 4], [1, 2, 3, 4, 5]])
-    record.watch(step)
+    record.watch([step])
     first, end = RETAINED.candidate_range(130)
     assert (first, end) == (1, 6)
     assert record.pages == [2, 5]
@@ -65,7 +65,7 @@ def test_salient_tokens_count_as_read_in_the_pages_that_hold_their_copies() -> N
     record = KeptMass(RETAINED, 0.95)
     packed = [[17, 18, 95], list(range(16, 96, 4))]
     step = dataclasses.replace(make_step(130, [[], []]), packed=packed)
-    record.watch(step)
+    record.watch([step])
     assert record.pages == [1, 2]
     weights = token_weights(step.query, step.keys, step.scale)
     for head, positions in enumerate(packed):
@@ -76,7 +76,7 @@ def test_salient_tokens_count_as_read_in_the_pages_that_hold_their_copies() -> N
 def test_deciles_of_a_layer_are_those_of_its_steps_and_heads() -> None:
     record = KeptMass(RETAINED, 0.95)
     for tokens in range(120, 140):
-        record.watch(dataclasses.replace(make_step(tokens, [[], []]), layer=tokens % 2))
+        record.watch([dataclasses.replace(make_step(tokens, [[], []]), layer=tokens % 2)])
     of_second = sorted(
         need / candidates
         for need, candidates, (layer, _) in zip(record.oracle, record.candidates, record.place, strict=True)
@@ -93,7 +93,7 @@ def test_means_by_layer_and_head_are_those_of_the_records() -> None:
     record = KeptMass(RETAINED, 0.95)
     steps = [(0, make_step(130, [[2, 4], [1]])), (1, make_step(131, [[], [3]])), (1, make_step(132, [[5], [1, 2]]))]
     for layer, step in steps:
-        record.watch(dataclasses.replace(step, layer=layer))
+        record.watch([dataclasses.replace(step, layer=layer)])
     heads = record.by_head()
     assert heads["pages_read"] == [[0.4, 0.2], [0.1, 0.3]]
     expected = [record.kept[:2], [(record.kept[2] + record.kept[4]) / 2, (record.kept[3] + record.kept[5]) / 2]]
@@ -108,7 +108,7 @@ def test_the_output_error_is_relative_to_the_longest_output_of_the_layer() -> No
     wrong = true.clone()
     wrong[4] += 0.5
     record = KeptMass(RETAINED, 0.95)
-    record.watch(dataclasses.replace(step, output=wrong))
+    record.watch([dataclasses.replace(step, output=wrong)])
     norms = [float(sum(value**2 for value in row.tolist()) ** 0.5) for row in true]
     assert abs(record.error[0]) < 1e-6
     assert abs(record.error[1] - 0.5 * 16**0.5 / max(norms)) < 1e-5

@@ -89,7 +89,7 @@ def test_an_oracle_keeps_its_promise_in_every_head_with_no_page_to_spare() -> No
     _, steps, _ = decode(PageRule(order="oracle", promise=0.8, retained=RETAINED))
     record = KeptMass(RETAINED, 0.8)
     for step in steps:
-        record.watch(step)
+        record.watch([step])
     assert min(record.kept) >= 0.8 - 1e-6
     assert record.pages == record.oracle
     assert 0 < sum(record.pages) < sum(record.candidates)
