@@ -50,7 +50,6 @@ class Prefill:
             self.model(self._token_ids[None, kept:], past_key_values=self._cache, logits_to_keep=1)
             if fed:
                 self.follow(decoding, fed)
-            decoding.take_stats()
 
     @torch.inference_mode()
     def follow(self, decoding: Decoding, tokens: Sequence[int]) -> Tensor:

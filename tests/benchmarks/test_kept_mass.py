@@ -89,6 +89,12 @@ def test_deciles_of_a_layer_are_those_of_its_steps_and_heads() -> None:
     assert KeptMass(RETAINED, 0.95).oracle_deciles() == []
 
 
+def test_a_promise_that_nothing_keeps_needs_all_candidates() -> None:
+    record = KeptMass(RETAINED, 1.01)
+    record.watch([make_step(130, [[], []])])
+    assert record.oracle == record.candidates == [5, 5]
+
+
 def test_means_by_layer_and_head_are_those_of_the_records() -> None:
     record = KeptMass(RETAINED, 0.95)
     steps = [(0, make_step(130, [[2, 4], [1]])), (1, make_step(131, [[], [3]])), (1, make_step(132, [[5], [1, 2]]))]

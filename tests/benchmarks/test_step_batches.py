@@ -1,6 +1,7 @@
 """Rows recorded in batches are recorded as they are one by one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -50,8 +51,13 @@ def test_rows_recorded_in_batches_are_those_recorded_one_by_one() -> None:
 def test_a_batch_holds_rows_of_one_layer_that_follow_one_another() -> None:
     assert batches_of([row(tokens) for tokens in range(100, 104)]) == [[100, 101, 102, 103]]
     assert batches_of([row(100), row(101), row(100, layer=1), row(101, layer=1)]) == [[100, 101], [100, 101]]
+    assert batches_of([row(100), row(101, layer=1)]) == [[100], [101]]
     assert batches_of([row(100), row(102), row(101)]) == [[100], [102], [101]]
-    assert batches_of([row(100), row(101, room=ROOM.clone())]) == [[100], [101]]  # copied: nothing says it is the same
+    for copied in (
+        replace(row(101), keys=ROOM.clone()[0, :, :101]),
+        replace(row(101), values=ROOM.clone()[1, :, :101]),
+    ):  # nothing says it is the same sequence
+        assert batches_of([row(100), copied]) == [[100], [101]]
     assert batches_of([row(tokens) for tokens in range(100, 230)]) == [
         list(range(100, 164)), list(range(164, 228)), [228, 229],
     ]  # fmt: skip
