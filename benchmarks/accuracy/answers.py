@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 from benchmarks.accuracy.kept_mass import KeptMass
 from benchmarks.accuracy.roomy_cache import roomy_cache
 from benchmarks.accuracy.selections import FULL, PROMISE, Decoding, open_decoding, retained_of
+from benchmarks.accuracy.step_batches import in_batches
 from vllm_hybrid_sparse.metrics import DecodeStats
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
 class Prefill:
@@ -23,6 +25,7 @@ class Prefill:
         new_tokens   room for what is decoded
         """
         self.model = model
+        self._token_ids = token_ids[:-1]
         self.last_token = int(token_ids[-1])
         self.tokens = len(token_ids) - 1
         self.max_tokens = self.tokens + 1 + new_tokens
@@ -30,12 +33,30 @@ class Prefill:
         with open_decoding(model, FULL, max_tokens=self.max_tokens), torch.inference_mode():
             model(token_ids[None, :-1], past_key_values=self._cache, logits_to_keep=1)
 
-    def rewind(self, decoding: Decoding, fed: int = 0) -> None:
-        """Forget all but the prefill and the first `fed` tokens fed since; `decoding` goes on from there."""
-        excess = self._cache.get_seq_length() - self.tokens - fed
+    @torch.inference_mode()
+    def rewind(self, decoding: Decoding, fed: Sequence[int] = ()) -> None:
+        """Forget all but the prefill and the tokens `fed` since (`last_token` first); `decoding` goes on from there.
+
+        Where it keeps state beside the cache, the prefill's last rows are computed and `fed` is decoded again.
+        """
+        kept = self.tokens + len(fed)
+        if decoding.keeps_request_state:
+            kept = max(0, self.tokens - PAGE_TOKENS)
+        excess = self._cache.get_seq_length() - kept
         if excess > 0:
             self._cache.crop(-excess)
         decoding.adopt()
+        if decoding.keeps_request_state:
+            self.model(self._token_ids[None, kept:], past_key_values=self._cache, logits_to_keep=1)
+            if fed:
+                self.follow(decoding, fed)
+
+    @torch.inference_mode()
+    def follow(self, decoding: Decoding, tokens: Sequence[int]) -> Tensor:
+        """Decode these tokens, whatever the model says: logits [tokens, vocabulary] after each of them."""
+        with decoding.row_by_row():
+            logits: Tensor = self.model(torch.tensor([list(tokens)]), past_key_values=self._cache).logits[0].float()
+        return logits
 
     @torch.inference_mode()
     def feed(self, token: int) -> Tensor:
@@ -71,24 +92,30 @@ def answer(prefill: Prefill, selection: str, full: Sequence[int] | None, limit: 
            None: this is full attention
     """
     record = KeptMass(retained_of(selection), PROMISE)
-    watching = open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens, watch=record.watch)
-    with watching as decoding:
+    with (
+        in_batches(record.watch) as watch,
+        open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens, watch=watch) as decoding,
+    ):
         prefill.rewind(decoding)
-        along: list[int] = []
-        fed = prefill.last_token
-        while len(along) < (limit if full is None else len(full)):
-            along.append(int(prefill.feed(fed).argmax()))
-            fed = along[-1] if full is None else full[len(along) - 1]
-            if full is None and fed in stops:
-                break
+        if full is None:
+            along = _go_on(prefill, [], limit, stops)
+        else:
+            along = prefill.follow(decoding, [prefill.last_token, *full[:-1]]).argmax(dim=-1).tolist()
         stats = decoding.take_stats()
     own = _until_difference(along, full or along)
     if own != list(full or along) and own[-1] not in stops and len(own) < limit:
         with open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens) as decoding:
-            prefill.rewind(decoding, fed=len(own))
-            while len(own) < limit and own[-1] not in stops:
-                own.append(int(prefill.feed(own[-1]).argmax()))
+            prefill.rewind(decoding, fed=[prefill.last_token, *own[:-1]])
+            own = _go_on(prefill, own, limit, stops)
     return Answer(own, along, stats, record)
+
+
+def _go_on(prefill: Prefill, said: Sequence[int], limit: int, stops: set[int]) -> list[int]:
+    """What was said and what greedily follows it, `limit` tokens at most, a stop the last."""
+    own = list(said)
+    while len(own) < limit and not (own and own[-1] in stops):
+        own.append(int(prefill.feed(own[-1] if own else prefill.last_token).argmax()))
+    return own
 
 
 def _until_difference(ours: list[int], theirs: Sequence[int]) -> list[int]:

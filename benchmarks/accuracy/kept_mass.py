@@ -1,5 +1,6 @@
 """How much of the true attention weight a decode step kept, and how few pages an oracle would have needed for it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,16 +58,32 @@ def oracle_pages(candidates: Tensor, retained: Tensor, promise: float) -> Tensor
     return short.sum(dim=-1).clamp(max=candidates.shape[-1])
 
 
-def output_error(step: DecodeStep, weights: Tensor) -> Tensor:
-    """Deviation from full attention's output, by the longest such output of the layer (Fluxion, equation 2).
+def row_weights(steps: Sequence[DecodeStep]) -> Tensor:
+    """The true attention weights of rows that follow one another in one layer.
 
-    weights   [kv_heads, group, tokens]   the true ones
-    returns   [kv_heads, group] f32; 0 where every output is zero
+    returns   [kv_heads, rows, group, tokens] f32 over the last row's tokens, 0 where a row does not see them
     """
-    true = weights @ step.values.float()
-    deviation: Tensor = (step.output.float().view(true.shape) - true).norm(dim=-1)
-    longest: Tensor = true.norm(dim=-1).max()
-    return deviation / longest.clamp(min=torch.finfo(torch.float32).tiny)
+    last = steps[-1]
+    kv_heads, tokens, head_dim = last.keys.shape
+    queries = torch.stack([step.query.float().view(kv_heads, -1, head_dim) for step in steps], dim=1)
+    scores = last.scale * queries.flatten(1, 2) @ last.keys.float().transpose(1, 2)
+    seen = torch.tensor([step.keys.shape[1] for step in steps])
+    hidden = torch.arange(tokens) >= seen[:, None, None]
+    weights: Tensor = scores.view(kv_heads, len(steps), -1, tokens).masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    return weights
+
+
+def output_error(steps: Sequence[DecodeStep], weights: Tensor) -> Tensor:
+    """Deviation from full attention's output, by the longest such output of the layer and step (Fluxion, equation 2).
+
+    weights   [kv_heads, rows, group, tokens]   the true ones
+    returns   [kv_heads, rows, group] f32; 0 where every output is zero
+    """
+    true = (weights.flatten(1, 2) @ steps[-1].values.float()).view(*weights.shape[:3], -1)
+    given = torch.stack([step.output.float().view(true.shape[0], *true.shape[2:]) for step in steps], dim=1)
+    longest = true.norm(dim=-1).amax(dim=(0, 2))[None, :, None]
+    error: Tensor = (given - true).norm(dim=-1) / longest.clamp(min=torch.finfo(torch.float32).tiny)
+    return error
 
 
 @dataclass(slots=True)
@@ -76,30 +93,41 @@ class KeptMass:
     retained: RetainedSet
     promise: float
     kept: list[float] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # read of the candidates; of HGCA the packed ones
     oracle: list[int] = field(default_factory=list)
     candidates: list[int] = field(default_factory=list)
     error: list[float] = field(default_factory=list)  # of the output, largest of the group's heads
     place: list[tuple[int, int]] = field(default_factory=list)  # layer, KV head
 
-    def watch(self, step: DecodeStep) -> None:
-        """Record one layer's decode row."""
-        first, end = self.retained.candidate_range(step.keys.shape[1])
-        weights = token_weights(step.query, step.keys, step.scale)
+    def watch(self, steps: Sequence[DecodeStep]) -> None:
+        """Record decode rows that follow one another in one layer."""
+        weights = row_weights(steps)
         shares = by_page(weights)
-        candidates = shares[..., first:end]
+        kv_heads, rows, _, pages = shares.shape
+        ranges = [self.retained.candidate_range(step.keys.shape[1]) for step in steps]
+        first, end = torch.tensor(ranges).T[..., None]
+        page = torch.arange(pages)
+        candidates = shares * ((first <= page) & (page < end))[:, None]
         retained = 1.0 - candidates.sum(dim=-1)
-        read = torch.zeros(shares.shape[0], 1, shares.shape[2])
-        for head, plan in enumerate(step.plans):
-            read[head, 0, plan] = 1.0
-        kept = retained + (shares * read).sum(dim=-1)
-        heads = len(step.plans)
-        self.kept += kept.amin(dim=-1).tolist()
-        self.pages += [len(plan) for plan in step.plans]
-        self.oracle += oracle_pages(candidates, retained, self.promise).tolist()
-        self.candidates += heads * [end - first]
-        self.error += output_error(step, weights).amax(dim=-1).tolist()
-        self.place += [(step.layer, head) for head in range(heads)]
+        read = torch.zeros(kv_heads, rows, 1, pages)
+        read_pages = torch.zeros(kv_heads, rows, dtype=torch.long)
+        packed_weight = torch.zeros_like(retained)
+        for row, step in enumerate(steps):
+            for head, plan in enumerate(step.plans):
+                read[head, row, 0, plan] = 1.0
+                read_pages[head, row] = len(plan)
+            for head, packed in enumerate(step.packed):
+                packed_weight[head, row] = weights[head, row][:, packed].sum(dim=-1)
+                read_pages[head, row] += -(-len(packed) // PAGE_TOKENS)
+        kept = retained + (candidates * read).sum(dim=-1) + packed_weight
+        counts = (end - first).T.expand(kv_heads, rows)
+        needed = oracle_pages(candidates, retained, self.promise).minimum(counts)
+        self.kept += kept.amin(dim=-1).T.flatten().tolist()
+        self.pages += read_pages.T.flatten().tolist()
+        self.oracle += needed.T.flatten().tolist()
+        self.candidates += counts.T.flatten().tolist()
+        self.error += output_error(steps, weights).amax(dim=-1).T.flatten().tolist()
+        self.place += [(step.layer, head) for step in steps for head in range(kv_heads)]
 
     def summary(self) -> dict[str, float]:
         """Means and shares over all records; pages as shares of the candidates. Empty where nothing was recorded."""
@@ -136,6 +164,17 @@ class KeptMass:
             "output_error": total(self.error) / records,
         }
         return {name: np.round(values, 5).tolist() for name, values in means.items()}
+
+    def oracle_deciles(self) -> list[list[float]]:
+        """Pages that the oracle needs, as shares of the candidates: [layers][11], from the least to the most of all
+        steps and KV heads of a layer (PSA, figure 2). Empty where nothing was recorded.
+        """
+        if not self.place:
+            return []
+        layer = np.array(self.place)[:, 0]
+        needed = np.array(self.oracle) / np.maximum(self.candidates, 1)
+        tenths = np.linspace(0, 1, 11)
+        return [np.quantile(needed[layer == one], tenths).round(5).tolist() for one in range(int(layer.max()) + 1)]
 
 
 def _ratio(part: list[int], whole: list[int]) -> float:

@@ -4,7 +4,8 @@
 
 The shipped kernels run inside Transformers (`vllm_hybrid_sparse.hf`), in float32; `oracle` and `random` selections run
 on the reference in plain torch. Each window is prefilled densely, once for all selections, then its last tokens are
-decoded one by one, the true one fed whatever the model says. With `--out FILE` rows that it holds are kept and only
+decoded one after another, the true one fed whatever the model says: all are known, so each layer decodes them in one
+call (`row_by_row`). With `--out FILE` rows that it holds are kept and only
 the rest is run.
 """
 
@@ -18,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from benchmarks.accuracy.answers import Prefill
 from benchmarks.accuracy.kept_mass import KeptMass
 from benchmarks.accuracy.rows import OtherCommitError, Row, RowFile
-from benchmarks.accuracy.selections import PROMISE, SELECTIONS, chosen, open_decoding, retained_of, runs_on
+from benchmarks.accuracy.selections import PROMISE, chosen, open_decoding, retained_of, runs_on
+from benchmarks.accuracy.step_batches import in_batches
 from benchmarks.accuracy.summaries import PERPLEXITY, summarise
 from benchmarks.machine import commit
 from benchmarks.report import markdown_table, save
@@ -32,17 +34,19 @@ def run_window(prefill: Prefill, selection: str, decoded: torch.Tensor) -> dict[
     decoded   [tokens] int64
     """
     record = KeptMass(retained_of(selection), PROMISE)
-    losses = []
-    with open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens, watch=record.watch) as decoding:
+    with (
+        in_batches(record.watch) as watch,
+        open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens, watch=watch) as decoding,
+    ):
         prefill.rewind(decoding)
-        for fed, true in zip([prefill.last_token, *decoded[:-1].tolist()], decoded, strict=True):
-            losses.append(torch.nn.functional.cross_entropy(prefill.feed(fed), true))
+        logits = prefill.follow(decoding, [prefill.last_token, *decoded[:-1].tolist()])
         stats = decoding.take_stats()
     return {
-        "loss": float(torch.stack(losses).mean()),
+        "loss": float(torch.nn.functional.cross_entropy(logits, decoded)),
         "bytes_read": stats.read_bytes / stats.total_bytes,
         **record.summary(),
         "by_head": record.by_head(),
+        "oracle_deciles": record.oracle_deciles(),
     }
 
 
@@ -79,7 +83,7 @@ def main() -> None:
     parser.add_argument("--windows", default=8, type=int, help="windows from the start of the text")
     parser.add_argument("--tokens", default=4096, type=int, help="of a window")
     parser.add_argument("--decoded", default=256, type=int, help="last tokens of a window that are decoded")
-    parser.add_argument("--selections", default=",".join(SELECTIONS), help="comma-separated")
+    parser.add_argument("--selections", default="main", help="comma-separated names or groups")
     parser.add_argument("--out", default=None, type=Path, help="JSONL file of rows, read and added to")
     parser.add_argument("--redo", action="store_true", help="drop rows of --out that another commit has measured")
     options = parser.parse_args()

@@ -127,6 +127,19 @@ def head_figures(summaries: Sequence[Summary]) -> dict[str, Figure]:
     return figures
 
 
+def save_figures(figures: dict[str, Figure], folder: Path) -> list[Path]:
+    """Write the figures as PNG files named after them, and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, figure in figures.items():
+        path = folder / f"{name.replace(' ', '-')}.png"
+        figure.savefig(path, dpi=100)
+        plt.close(figure)
+        print(path)
+        written.append(path)
+    return written
+
+
 def main(arguments: list[str] | None = None) -> list[Path]:
     """Write the plots as PNG files, and return their paths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -134,15 +147,7 @@ def main(arguments: list[str] | None = None) -> list[Path]:
     parser.add_argument("--out", required=True, type=Path, help="folder")
     options = parser.parse_args(arguments)
     summaries = load(options.files)
-    options.out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, figure in (accuracy_figures(summaries) | head_figures(summaries)).items():
-        path = options.out / f"{name.replace(' ', '-')}.png"
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
-        print(path)
-        written.append(path)
-    return written
+    return save_figures(accuracy_figures(summaries) | head_figures(summaries), options.out)
 
 
 if __name__ == "__main__":

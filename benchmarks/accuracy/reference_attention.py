@@ -5,17 +5,19 @@ It bounds what a selection can reach: an oracle sees the true weights, chance se
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from benchmarks.accuracy.kept_mass import by_page, oracle_order, oracle_pages, token_weights
 from vllm_hybrid_sparse.hf import DecodeStep
+from vllm_hybrid_sparse.hf.implementation import attention_implementation
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SelectionSpec
 
@@ -74,16 +76,14 @@ class ReferenceSession:
         self._model = model
         self._rule = rule
         self._watch = watch
-        self._before = ""
+        self._entered = ExitStack()
+        self._row_by_row = False
         self._stats = DecodeStats()
 
     def __enter__(self) -> Self:
         if ReferenceSession._current is not None:
             raise ValueError("ReferenceSession: another one is entered; one at a time")
-        self._before = self._model.config._attn_implementation
-        AttentionInterface.register(IMPLEMENTATION, _attend)
-        AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-        self._model.set_attn_implementation(IMPLEMENTATION)
+        self._entered.enter_context(attention_implementation(self._model, IMPLEMENTATION, _attend))
         ReferenceSession._current = self
         return self
 
@@ -91,15 +91,46 @@ class ReferenceSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ReferenceSession._current = None
-        self._model.set_attn_implementation(self._before)
+        self._entered.close()
+
+    keeps_request_state = False
 
     def adopt(self) -> None:
         """As of a SparseSession; here every call does."""
+
+    @contextmanager
+    def row_by_row(self) -> Iterator[None]:
+        """As of a SparseSession."""
+        self._row_by_row = True
+        try:
+            yield
+        finally:
+            self._row_by_row = False
 
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""
         stats, self._stats = self._stats, DecodeStats()
         return stats
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attend as the session is told to.
+
+        query        [q_heads, new tokens, head_dim]
+        key, value   [kv_heads, tokens, head_dim]   of the whole sequence
+        returns      [new tokens, q_heads, head_dim]
+        """
+        new, total = query.shape[1], key.shape[1]
+        if new == 1 or self._row_by_row:
+            ends = range(total - new + 1, total + 1)
+            rows = [
+                self.decode(layer, query[:, row], key[:, :end], value[:, :end], scale) for row, end in enumerate(ends)
+            ]
+            return torch.stack(rows)
+        past = torch.ones(new, total, dtype=torch.bool).tril(diagonal=total - new)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=past, scale=scale, enable_gqa=True
+        )
+        return output[0].transpose(0, 1)
 
     def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend with one token: query [q_heads, head_dim], key and value [kv_heads, tokens, head_dim]."""
@@ -140,15 +171,4 @@ def _attend(
     if session is None or query.shape[0] != 1:
         raise ValueError(f"attn_implementation={IMPLEMENTATION}: one sequence, within a ReferenceSession")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    new, total = query.shape[2], key.shape[2]
-    if new == 1:
-        return session.decode(module.layer_idx, query[0, :, 0], key[0], value[0], scale)[None, None], None
-    past = torch.ones(new, total, dtype=torch.bool).tril(diagonal=total - new)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=past, scale=scale, enable_gqa=True
-    )
-    return output.transpose(1, 2), None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask is built: one unpadded sequence is causal."""
+    return session.attend(module.layer_idx, query[0], key[0], value[0], scale)[None], None

@@ -1,6 +1,8 @@
 """Which pages are read, by name: settings of the shipped kernels, and rules of the reference that bound them."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -10,27 +12,60 @@ from benchmarks.accuracy.reference_attention import PageRule, ReferenceSession
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
 from vllm_hybrid_sparse.metrics import DecodeStats
-from vllm_hybrid_sparse.values import RetainedSet
+from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
 
 PROMISE = 0.95
 FULL = "full"
 
+TOPK_RATIOS = (0.01, 0.02, 0.05, 0.10, 0.20)
+THRESHOLDS = (0.80, 0.90, PROMISE, 0.98)
+HGCA_BETAS = (0.25, 0.5, 0.75, 1.0)
+HGCA_SHARES = (0.25, 0.5, 0.75)
+HGCA_TOKENS = 4096  # of the sequences whose share the dense window is
+
+
+def _topk(family: str, **settings: object) -> dict[str, dict[str, object]]:
+    return {f"{family}-{ratio:.0%}": {"policy": "topk", "topk_ratio": ratio, **settings} for ratio in TOPK_RATIOS}
+
+
+def _thresholds(family: str, **settings: object) -> dict[str, dict[str, object]]:
+    return {
+        f"{family}-{threshold:.2f}": {"policy": "progressive", "threshold": threshold, **settings}
+        for threshold in THRESHOLDS
+    }
+
+
+def hgca_name(beta: float, share: float) -> str:
+    """The selection of HGCA's table 1 at this β and share of the KV cache in the dense window."""
+    return f"hgca-{beta:g}-{share:.0%}"
+
+
+def _hgca() -> dict[str, dict[str, object]]:
+    """The dense window with its 64 sink tokens is the share of `HGCA_TOKENS` tokens, in whole pages."""
+    return {
+        hgca_name(beta, share): {
+            "policy": "hgca",
+            "hgca_beta": beta,
+            "window_tokens": int(share * HGCA_TOKENS) // PAGE_TOKENS * PAGE_TOKENS - 64,
+        }
+        for beta in HGCA_BETAS
+        for share in HGCA_SHARES
+    }
+
+
 SELECTIONS: dict[str, dict[str, object]] = {
     FULL: {"policy": "dense"},
-    "quest-5%": {"policy": "topk", "topk_ratio": 0.05, "summary": "minmax"},
-    "quest-2%": {"policy": "topk", "topk_ratio": 0.02, "summary": "minmax"},
-    "cuboid-5%": {"policy": "topk", "topk_ratio": 0.05, "summary": "cuboid_mean"},
-    "cuboid-2%": {"policy": "topk", "topk_ratio": 0.02, "summary": "cuboid_mean"},
-    "codes1-5%": {"policy": "topk", "topk_ratio": 0.05, "code_bits": 1},
-    "codes1-2%": {"policy": "topk", "topk_ratio": 0.02, "code_bits": 1},
-    "codes2-5%": {"policy": "topk", "topk_ratio": 0.05, "code_bits": 2},
-    "codes2-2%": {"policy": "topk", "topk_ratio": 0.02, "code_bits": 2},
-    "codes2-0.95": {"policy": "progressive", "threshold": PROMISE},
-    "codes1-0.95": {"policy": "progressive", "threshold": PROMISE, "code_bits": 1},
-    "psa-0.95": {"policy": "progressive", "threshold": PROMISE, "summary": "cuboid_mean", "microbatch_pages": 8},
+    **_topk("quest", summary="minmax"),
+    **_topk("cuboid", summary="cuboid_mean"),
+    **_topk("codes1", code_bits=1),
+    **_topk("codes2", code_bits=2),
+    **_thresholds("codes1", code_bits=1),
+    **_thresholds("codes2", code_bits=2),
+    **_thresholds("psa", summary="cuboid_mean", microbatch_pages=8),
+    **_thresholds("psa-codes2", remainder="lightest_page"),
+    **_hgca(),
     "fluxion": {"policy": "fluxion"},
     "fluxion-16": {"policy": "fluxion", "granularity": 16},
-    "psa-codes2-0.95": {"policy": "progressive", "threshold": PROMISE, "remainder": "lightest_page"},
 }
 """Settings of the shipped kernels."""
 
@@ -44,6 +79,35 @@ REFERENCES: dict[str, PageRule] = {
 """Rules of the reference in plain torch."""
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One way of choosing pages at several budgets."""
+
+    name: str
+    summary: str  # by which it ranks pages
+    selections: tuple[str, ...]
+
+
+PSA_FAMILIES = (
+    Family("top-k", "cuboid_mean", tuple(_topk("cuboid"))),
+    Family("PSA's rule", "cuboid_mean", tuple(_thresholds("psa"))),
+    Family("top-k", "key_codes", tuple(_topk("codes2"))),
+    Family("PSA's rule", "key_codes", tuple(_thresholds("psa-codes2"))),
+    Family("estimated remainder", "key_codes", tuple(_thresholds("codes2"))),
+)
+"""PSA's figure 5: thresholds against top-k by the same summaries."""
+
+GROUPS: dict[str, list[str]] = {
+    "main": [
+        FULL, "quest-5%", "quest-2%", "cuboid-5%", "cuboid-2%", "codes1-5%", "codes1-2%", "codes2-5%", "codes2-2%",
+        "codes2-0.95", "codes1-0.95", "psa-0.95", "psa-codes2-0.95", *REFERENCES,
+    ],
+    "psa": [FULL, *(name for family in PSA_FAMILIES for name in family.selections)],
+    "hgca": [FULL, *_hgca()],
+}  # fmt: skip
+"""Selections by what they are measured for: the trade-off, PSA's figures 2 and 5, HGCA's table 1."""
+
+
 class Decoding(Protocol):
     """What runs a model's decode steps: a SparseSession, or the reference."""
 
@@ -53,8 +117,15 @@ class Decoding(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
+    @property
+    def keeps_request_state(self) -> bool:
+        """Whether what is read depends on queries of earlier calls, and not on the cache alone."""
+
     def adopt(self) -> None:
         """Take the sequence over from the cache of the model's next call."""
+
+    def row_by_row(self) -> AbstractContextManager[None]:
+        """Within it the rows of a call are decoded one after another, as if each came in a call of its own."""
 
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""
@@ -83,10 +154,13 @@ def open_decoding(
 
 
 def chosen(names: str) -> list[str]:
-    """The selections of a comma-separated list, full attention first; ValueError for an unknown one."""
-    asked = [name for name in names.split(",") if name]
+    """The selections of a comma-separated list of them and of `GROUPS`, full attention first.
+
+    raises   ValueError where one is unknown
+    """
+    asked = [one for name in names.split(",") if name for one in GROUPS.get(name, [name])]
     known = [*SELECTIONS, *REFERENCES]
     unknown = [name for name in asked if name not in known]
     if unknown:
-        raise ValueError(f"selections={','.join(unknown)}: must be among {', '.join(known)}")
+        raise ValueError(f"selections={','.join(unknown)}: must be among {', '.join([*GROUPS, *known])}")
     return sorted(dict.fromkeys(asked), key=lambda name: name != FULL)

@@ -72,6 +72,9 @@ def _means(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
         means["by_head"] = {
             name: np.mean([head[name] for head in heads], axis=0).round(4).tolist() for name in heads[0]
         }
+    deciles = [row["oracle_deciles"] for row in rows if row.get("oracle_deciles")]
+    if deciles:
+        means["oracle_deciles"] = np.mean(deciles, axis=0).round(4).tolist()
     return {"prompts": len(rows), "commits": sorted({str(row["commit"]) for row in rows}), **means}
 
 

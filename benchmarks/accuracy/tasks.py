@@ -23,7 +23,7 @@ from benchmarks.accuracy.prompts import FORMATS, Prompt, PromptMaker
 from benchmarks.accuracy.rows import OtherCommitError, Row, RowFile
 from benchmarks.accuracy.ruler import TASKS
 from benchmarks.accuracy.ruler.haystacks import prose_or_text
-from benchmarks.accuracy.selections import FULL, REFERENCES, SELECTIONS, chosen, runs_on
+from benchmarks.accuracy.selections import FULL, chosen, runs_on
 from benchmarks.accuracy.summaries import summarise, table
 from benchmarks.machine import commit
 from benchmarks.report import save
@@ -142,9 +142,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--documents", nargs="*", type=Path, help="JSONL files as of L-Eval")
     parser.add_argument("--document-tokens", default=None, type=int, help="longer ones are cut; default: the model's")
     parser.add_argument("--document-answer-tokens", default=64, type=int)
-    parser.add_argument(
-        "--selections", default=",".join([*SELECTIONS, *REFERENCES]), help="comma-separated; full is always run"
-    )
+    parser.add_argument("--selections", default="main", help="comma-separated names or groups; full is always run")
     parser.add_argument("--out", default=None, type=Path, help="JSONL file of rows, read and added to")
     parser.add_argument("--redo", action="store_true", help="drop rows of --out that another commit has measured")
     options = parser.parse_args(arguments)

@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from benchmarks.accuracy.answers import Answer, Prefill, answer
 from benchmarks.accuracy.kept_mass import KeptMass
-from benchmarks.accuracy.selections import open_decoding
+from benchmarks.accuracy.selections import SELECTIONS, open_decoding
 from tests.benchmarks.tiny import tiny_model
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.values import RetainedSet
@@ -45,6 +45,25 @@ def test_one_prefill_serves_selections_one_after_another() -> None:
         assert len(said.record.kept) == LIMIT * 2 * 2  # steps along the answer, layers, KV heads; not those after
         differ += said.token_ids != full.token_ids
     assert differ >= 2
+
+
+@torch.inference_mode()
+def test_hgca_answers_from_a_shared_prefill_as_from_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SELECTIONS, "hgca", {"policy": "hgca", "hgca_beta": 2, "window_tokens": 64})
+    model, cache = tiny_model(), DynamicCache()
+    own: list[int] = []
+    with open_decoding(model, "hgca", max_tokens=1000):
+        model(ids()[None, :-1], past_key_values=cache)
+        fed = int(ids()[-1])
+        while len(own) < LIMIT:
+            fed = int(model(torch.tensor([[fed]]), past_key_values=cache).logits[0, -1].argmax())
+            own.append(fed)
+    prefill = Prefill(tiny_model(), ids(), new_tokens=LIMIT)
+    full = answer(prefill, "full", None, LIMIT, set()).token_ids
+    said = answer(prefill, "hgca", full, LIMIT, set())
+    assert said.token_ids == own != full
+    assert len(said.record.kept) == LIMIT * 2 * 2  # neither the rows that judge nor what was decoded again
+    assert 0 < said.stats.pages_read < said.stats.pages_total
 
 
 def test_full_attention_agrees_with_itself_and_reads_everything() -> None:

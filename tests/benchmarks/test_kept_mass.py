@@ -48,7 +48,7 @@ def test_a_promise_that_the_retained_set_keeps_costs_nothing() -> None:
 def test_the_head_that_kept_least_counts() -> None:
     record = KeptMass(RETAINED, 0.95)
     step = make_step(130, [[2, 4], [1, 2, 3, 4, 5]])
-    record.watch(step)
+    record.watch([step])
     first, end = RETAINED.candidate_range(130)
     assert (first, end) == (1, 6)
     assert record.pages == [2, 5]
@@ -61,11 +61,45 @@ def test_the_head_that_kept_least_counts() -> None:
     assert summary["kept_worst"] == record.kept[0]
 
 
+def test_salient_tokens_count_as_read_in_the_pages_that_hold_their_copies() -> None:
+    record = KeptMass(RETAINED, 0.95)
+    packed = [[17, 18, 95], list(range(16, 96, 4))]
+    step = dataclasses.replace(make_step(130, [[], []]), packed=packed)
+    record.watch([step])
+    assert record.pages == [1, 2]
+    weights = token_weights(step.query, step.keys, step.scale)
+    for head, positions in enumerate(packed):
+        kept = weights[head][:, [*range(16), *positions, *range(96, 130)]].sum(dim=1)
+        assert abs(record.kept[head] - float(kept.min())) < 1e-6
+
+
+def test_deciles_of_a_layer_are_those_of_its_steps_and_heads() -> None:
+    record = KeptMass(RETAINED, 0.95)
+    for tokens in range(120, 140):
+        record.watch([dataclasses.replace(make_step(tokens, [[], []]), layer=tokens % 2)])
+    of_second = sorted(
+        need / candidates
+        for need, candidates, (layer, _) in zip(record.oracle, record.candidates, record.place, strict=True)
+        if layer == 1
+    )
+    deciles = record.oracle_deciles()
+    assert [len(layer) for layer in deciles] == [11, 11]
+    assert (deciles[1][0], deciles[1][10]) == (round(of_second[0], 5), round(of_second[-1], 5))
+    assert abs(deciles[1][5] - (of_second[9] + of_second[10]) / 2) < 1e-5
+    assert KeptMass(RETAINED, 0.95).oracle_deciles() == []
+
+
+def test_a_promise_that_nothing_keeps_needs_all_candidates() -> None:
+    record = KeptMass(RETAINED, 1.01)
+    record.watch([make_step(130, [[], []])])
+    assert record.oracle == record.candidates == [5, 5]
+
+
 def test_means_by_layer_and_head_are_those_of_the_records() -> None:
     record = KeptMass(RETAINED, 0.95)
     steps = [(0, make_step(130, [[2, 4], [1]])), (1, make_step(131, [[], [3]])), (1, make_step(132, [[5], [1, 2]]))]
     for layer, step in steps:
-        record.watch(dataclasses.replace(step, layer=layer))
+        record.watch([dataclasses.replace(step, layer=layer)])
     heads = record.by_head()
     assert heads["pages_read"] == [[0.4, 0.2], [0.1, 0.3]]
     expected = [record.kept[:2], [(record.kept[2] + record.kept[4]) / 2, (record.kept[3] + record.kept[5]) / 2]]
@@ -80,7 +114,7 @@ def test_the_output_error_is_relative_to_the_longest_output_of_the_layer() -> No
     wrong = true.clone()
     wrong[4] += 0.5
     record = KeptMass(RETAINED, 0.95)
-    record.watch(dataclasses.replace(step, output=wrong))
+    record.watch([dataclasses.replace(step, output=wrong)])
     norms = [float(sum(value**2 for value in row.tolist()) ** 0.5) for row in true]
     assert abs(record.error[0]) < 1e-6
     assert abs(record.error[1] - 0.5 * 16**0.5 / max(norms)) < 1e-5

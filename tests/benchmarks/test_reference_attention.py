@@ -27,6 +27,27 @@ def decode(rule: PageRule) -> tuple[torch.Tensor, list[DecodeStep], ReferenceSes
 
 
 @torch.inference_mode()
+def test_row_by_row_one_call_decodes_as_many_calls() -> None:
+    model, ids = tiny_model(), torch.randint(256, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    results = []
+    for at_once in (False, True):
+        cache, steps = DynamicCache(), list[DecodeStep]()
+        with ReferenceSession(model, PageRule(order="oracle", ratio=0.1), watch=steps.append) as session:
+            model(ids[:, :680], past_key_values=cache)
+            if at_once:
+                with session.row_by_row():
+                    logits = model(ids[:, 680:], past_key_values=cache).logits
+            else:
+                logits = torch.cat(
+                    [model(ids[:, [place]], past_key_values=cache).logits for place in range(680, 700)], 1
+                )
+            plans = [step.plans for step in sorted(steps, key=lambda step: (step.keys.shape[1], step.layer))]
+            results.append((logits, plans, session.take_stats()))
+    torch.testing.assert_close(results[1][0], results[0][0], atol=1e-4, rtol=1e-4)
+    assert results[1][1:] == results[0][1:]
+
+
+@torch.inference_mode()
 def test_reading_everything_is_full_attention() -> None:
     logits, steps, session = decode(PageRule(order="oracle", ratio=1.0))
     ids = torch.randint(256, (1, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -68,7 +89,7 @@ def test_an_oracle_keeps_its_promise_in_every_head_with_no_page_to_spare() -> No
     _, steps, _ = decode(PageRule(order="oracle", promise=0.8, retained=RETAINED))
     record = KeptMass(RETAINED, 0.8)
     for step in steps:
-        record.watch(step)
+        record.watch([step])
     assert min(record.kept) >= 0.8 - 1e-6
     assert record.pages == record.oracle
     assert 0 < sum(record.pages) < sum(record.candidates)

@@ -113,7 +113,7 @@ def test_documents_are_cut_to_their_length_and_scored(model_path: Path, tmp_path
     ("wrong", "message"),
     [
         (["--tasks", "niah"], "--tasks=niah: must be among niah_single_1"),
-        (["--selections", "best"], "selections=best: must be among full"),
+        (["--selections", "best"], "selections=best: must be among main, psa, hgca, full"),
         (["--lengths", "9999"], "--lengths=9999: the model has 4096 positions"),
         (["--format", "chat"], "style=chat: the tokenizer has no chat template"),
     ],

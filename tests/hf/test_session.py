@@ -214,6 +214,72 @@ def test_an_adopted_cache_is_decoded_as_if_prefilled_here(summary: str, tokens: 
         assert adopted_stats == stats
 
 
+@pytest.mark.parametrize("tokens", [15, 16, 17, 450, 464, 465])
+@torch.inference_mode()
+def test_hgca_packs_of_an_adopted_cache_what_it_packs_after_a_prefill(tokens: int) -> None:
+    model, ids = tiny_llama(), prompt()
+    settings = HybridSparseConfig(policy="hgca", hgca_beta=1.5, window_tokens=64)
+    before = max(0, tokens - 16)
+    results = []
+    for adopts in (False, True):
+        cache, seen = DynamicCache(), list[DecodeStep]()
+        if adopts and before:
+            with SparseSession(model, HybridSparseConfig(policy="dense"), max_tokens=1024):
+                model(ids[:, :before], past_key_values=cache)
+        with SparseSession(model, settings, max_tokens=1024, watch=seen.append) as session:
+            if adopts:
+                model(prompt(2)[:, : before + 1])  # another sequence: nothing of it may stay
+                session.adopt()
+            model(ids[:, 0 if not adopts else before : tokens], past_key_values=cache)
+            session.take_stats()
+            seen.clear()
+            packed = [session.hgca_positions(layer) for layer in range(3)]
+            logits = [model(ids[:, [place]], past_key_values=cache).logits for place in range(tokens, tokens + 40)]
+            after = [session.hgca_positions(layer) for layer in range(3)]
+            results.append((torch.cat(logits), packed, after, [step.packed for step in seen], session.take_stats()))
+    (logits, *found), (adopted_logits, *adopted) = results
+    torch.testing.assert_close(adopted_logits, logits)
+    assert adopted == found
+    assert any(found[0][0]) == (tokens > 64 + 64 + 16)
+    assert found[2][-3:] == found[1]  # what a watcher is told of the last step
+
+
+@torch.inference_mode()
+def test_hgca_does_not_adopt_a_cache_without_the_rows_that_judge() -> None:
+    model, ids, cache = tiny_llama(), prompt(), DynamicCache()
+    with SparseSession(model, HybridSparseConfig(policy="dense"), max_tokens=1024):
+        model(ids[:, :500], past_key_values=cache)
+    with SparseSession(model, HybridSparseConfig(policy="hgca"), max_tokens=1024) as session:
+        session.adopt()
+        with pytest.raises(ConfigError, match=r"tokens=4: .*at least the last page's 8"):
+            model(ids[:, 500:504], past_key_values=cache)
+
+
+@pytest.mark.parametrize("settings", [{"policy": "topk", "topk_pages": 2}, {"policy": "hgca"}], ids=["topk", "hgca"])
+@torch.inference_mode()
+def test_row_by_row_one_call_decodes_as_many_calls(settings: dict[str, object]) -> None:
+    model, ids = tiny_llama(), prompt()
+    results = []
+    for at_once in (False, True):
+        cache, seen = DynamicCache(), list[DecodeStep]()
+        config = HybridSparseConfig.from_mapping({**settings, "window_tokens": 64})
+        with SparseSession(model, config, max_tokens=1024, watch=seen.append) as session:
+            model(ids[:, :600], past_key_values=cache)
+            if at_once:
+                with session.row_by_row():
+                    logits = model(ids[:, 600:650], past_key_values=cache).logits
+            else:
+                single = [model(ids[:, [place]], past_key_values=cache).logits for place in range(600, 650)]
+                logits = torch.cat(single, dim=1)
+            stats = session.take_stats()
+            model(ids[:, 650:], past_key_values=cache)  # rows of a prompt again
+            assert session.take_stats().pages_total == 0
+        steps = sorted(seen, key=lambda step: (step.keys.shape[1], step.layer))
+        results.append((logits, stats, [(step.plans, step.packed) for step in steps]))
+    torch.testing.assert_close(results[1][0], results[0][0], atol=1e-4, rtol=1e-4)
+    assert results[1][1:] == results[0][1:]
+
+
 @torch.inference_mode()
 def test_a_cropped_cache_can_be_decoded_from_again() -> None:
     model, ids = tiny_llama(), prompt()

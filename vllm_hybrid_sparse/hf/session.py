@@ -9,25 +9,29 @@ One sequence at a time, on the CPU. Prefill is exact, single tokens are decoded 
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
+from vllm_hybrid_sparse.hf.implementation import attention_implementation
 from vllm_hybrid_sparse.hf.shape import model_shape
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.runtime.host import HostRuntime
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 IMPLEMENTATION = "hybrid_sparse"
 _BLOCK_TOKENS = 128
+_SEQUENCE = "the sequence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class DecodeStep:
     scale: float
     plans: list[list[int]]  # [kv_heads] candidate pages read, in the order of reading
     output: Tensor  # [q_heads, head_dim], what the model was given
+    packed: list[list[int]] = field(default_factory=list)  # [kv_heads] HGCA's salient positions; empty elsewhere
 
 
 @dataclass(slots=True)
@@ -92,17 +97,15 @@ class SparseSession:
         self._watch = watch
         self._layers: dict[int, _Layer] = {}
         self._block_table = torch.arange(self._blocks, dtype=torch.int32)[None]
-        self._slots = self.runtime.requests.of(["the sequence"])
-        self._before = ""
+        self._slots = self.runtime.requests.of([_SEQUENCE])
+        self._entered = ExitStack()
         self._adoption = 0
+        self._row_by_row = False
 
     def __enter__(self) -> Self:
         if SparseSession._current is not None:
             raise ConfigError("SparseSession: another one is entered; one at a time")
-        self._before = self._model.config._attn_implementation
-        AttentionInterface.register(IMPLEMENTATION, _attend)
-        AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-        self._model.set_attn_implementation(IMPLEMENTATION)
+        self._entered.enter_context(attention_implementation(self._model, IMPLEMENTATION, _attend))
         SparseSession._current = self
         return self
 
@@ -110,18 +113,38 @@ class SparseSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         SparseSession._current = None
-        self._model.set_attn_implementation(self._before)
+        self._entered.close()
 
     def adopt(self) -> None:
         """Take the sequence over from the cache of the model's next call, whoever computed it.
 
         What that cache holds of earlier tokens is stored again, without attending, so one prefill serves sessions of
-        any settings, and a cache that was cropped may be decoded from again. With policy fluxion the first token that
-        is decoded is the anchor. ConfigError with policy hgca, whose choice comes from the attention of a prefill.
+        any settings, and a cache that was cropped may be decoded from again. Where `keeps_request_state`, that state is
+        made of a prompt's last rows: the call should bring 16 tokens of the prompt or all of it, and what is decoded
+        follows in later calls. Policy hgca refuses a call that brings less than the last page's (ConfigError); under
+        fluxion the first token that is decoded is the anchor then.
         """
-        if self.runtime.settings.salience is not None:
-            raise ConfigError(f"policy={self.runtime.settings.policy!r}: needs a prefill in the session, not adopt()")
+        self.runtime.requests.release([_SEQUENCE])
+        self._slots = self.runtime.requests.of([_SEQUENCE])
         self._adoption += 1
+
+    @property
+    def keeps_request_state(self) -> bool:
+        """Whether what is read depends on queries of earlier calls, and not on the cache alone."""
+        return self.runtime.keeps_request_state
+
+    @contextmanager
+    def row_by_row(self) -> Iterator[None]:
+        """Within it the rows of a call are decoded one after another, as if each came in a call of its own.
+
+        Where all tokens are known before, as in teacher forcing, one call does what many would and reads the model's
+        weights once.
+        """
+        self._row_by_row = True
+        try:
+            yield
+        finally:
+            self._row_by_row = False
 
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""
@@ -134,6 +157,17 @@ class SparseSession:
         key, value   [kv_heads, tokens, head_dim]   of the whole sequence
         returns      [new tokens, q_heads, head_dim]
         """
+        if not self._row_by_row:
+            return self._attend_rows(index, query, key, value, scale)
+        before = key.shape[1] - query.shape[1]
+        outputs = [
+            self._attend_rows(index, query[:, [row]], key[:, : before + row + 1], value[:, : before + row + 1], scale)
+            for row in range(query.shape[1])
+        ]
+        return torch.cat(outputs)
+
+    def _attend_rows(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """As `attend`; a single row is a decode row."""
         new, total = query.shape[1], key.shape[1]
         if total > self._max_tokens:
             raise ConfigError(f"max_tokens={self._max_tokens}: the sequence has {total} tokens")
@@ -141,6 +175,9 @@ class SparseSession:
         if total == new:
             layer.tokens = 0
         elif layer.adoption != self._adoption:
+            of_page = (total - 1) % PAGE_TOKENS + 1
+            if layer.hgca is not None and new < of_page:
+                raise ConfigError(f"tokens={new}: the call after adopt() must bring at least the last page's {of_page}")
             self._store(layer, key[:, : total - new], value[:, : total - new], query.shape[0])
         layer.adoption = self._adoption
         if layer.tokens != total - new:
@@ -172,7 +209,8 @@ class SparseSession:
         layer.tokens = total
         if self._watch and new == 1:
             plans = [layer.attention.last_plan(0, head) for head in range(key.shape[0])]
-            self._watch(DecodeStep(index, query[:, 0], key, value, scale, plans, output[0]))
+            packed = self.hgca_positions(index) if layer.hgca is not None else []
+            self._watch(DecodeStep(index, query[:, 0], key, value, scale, plans, output[0], packed))
         return output
 
     def _store(self, layer: _Layer, key: Tensor, value: Tensor, q_heads: int) -> None:
@@ -201,8 +239,6 @@ class SparseSession:
             query, new_key, new_value, layer.kv_cache, batch, self.runtime.selection, None, torch.empty_like(query)
         )
         layer.tokens = tokens
-        if layer.fluxion is not None:
-            layer.fluxion.release(0)
 
     def hgca_positions(self, index: int) -> list[list[int]]:
         """What HGCA has packed of the sequence in one layer: [kv_heads] positions. ConfigError under other policies."""
@@ -249,7 +285,3 @@ def _attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output = session.attend(module.layer_idx, query[0], key[0], value[0], scale)
     return output[None], None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask is built: one unpadded sequence is causal."""

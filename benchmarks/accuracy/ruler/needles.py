@@ -52,6 +52,8 @@ class NeedleTask:
         return str(rng.randrange(1_000_000, 10_000_000))
 
     def _needle(self, thing: str, value: str) -> str:
+        if self.haystack == "needles":  # among hundreds of its like a small model finds only the shortest sentences
+            return f"The {thing} has the {self.kind} {value}."
         return f"One secret {self.kind} of the {thing} is {value}."
 
 

@@ -36,7 +36,7 @@ TASKS: dict[str, Task] = {
     "cwe": Task(build_common_words, 40),
     "fwe": Task(build_frequent_words, 20),
     "qa_1": Task(build_one_hop, 12, any_reference),
-    "qa_2": Task(build_two_hops, 12, any_reference),
+    "qa_2": Task(build_two_hops, 24, any_reference),
 }
 
 

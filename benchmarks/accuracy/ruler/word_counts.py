@@ -21,20 +21,21 @@ def build_common_words(rng: random.Random, filler: Filler, units: int, depth: fl
     words = rng.sample(NOUNS, len(NOUNS))
     common, rare = words[:COMMON_WORDS], words[COMMON_WORDS:]
     example = _listed_words(rng, rare[:COMMON_WORDS], rare[COMMON_WORDS:15], units=0)
+    answer = [f"{number}. {word}\n" for number, word in enumerate(rare[:COMMON_WORDS], start=1)]
     context = _listed_words(rng, common, rare, units)
     return Question(
         "A numbered list of words follows, in which some occur more often than others. Remember those that occur most "
-        f"often.\n\n{example}\n\n{_ASKED_COMMON}\n{_BEGIN_COMMON} {', '.join(rare[:COMMON_WORDS])}.",
+        f"often.\n\n{example}\n\n{_ASKED_COMMON}\n{_BEGIN_COMMON}{''.join(answer)}",
         context,
         _ASKED_COMMON,
-        _BEGIN_COMMON,
+        f"{_BEGIN_COMMON}1.",
         tuple(common),
         tuple(common),
     )
 
 
 _ASKED_COMMON = f"Which {COMMON_WORDS} words occur most often in the list?"
-_BEGIN_COMMON = f"The {COMMON_WORDS} words that occur most often in the list are"
+_BEGIN_COMMON = f"The {COMMON_WORDS} words that occur most often in the list are:\n"
 
 
 def _listed_words(rng: random.Random, common: list[str], rare: list[str], units: int) -> str:
@@ -61,7 +62,7 @@ def build_frequent_words(rng: random.Random, filler: Filler, units: int, depth: 
         "A coded text follows. Find out which words occur most often in it; the dots are no word.",
         " ".join(items),
         f"Which {FREQUENT_WORDS} words occur most often in the coded text?",
-        f"The {FREQUENT_WORDS} words that occur most often in the coded text are",
+        f"The {FREQUENT_WORDS} words that occur most often in the coded text are:\n1.",
         frequent,
         frequent,
     )

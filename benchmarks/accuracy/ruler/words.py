@@ -42,6 +42,22 @@ _FIRST_NAMES = _listed(
     "Lambert Laura Leon Lydia Mabel Magnus Martha Matilda Milton Miriam Mona Nadia Nora Norman Olga Orson Oscar Otto "
     "Paula Petra Ralph Rosa Rufus Selma Silas Stella Theo Thelma Ulrich Ursula Vera Victor Walter Wanda Wilma"
 )
+_SURNAMES = _listed(
+    "Abbott Adams Archer Bailey Barker Bennett Bishop Bradley Brooks Burton Carter Chapman Clarke Coleman Cooper "
+    "Dawson Dixon Douglas Ellis Fisher Fletcher Foster Gibson Graham Grant Harper Hayes Holmes Howard Hughes "
+    "Jackson Jenkins Knight Lambert Lawson Marshall Mason Mills Mitchell Morgan Murray Newton Owen Palmer Parker "
+    "Pearson Porter Reed Reynolds Russell Saunders Shaw Simpson Spencer Stevens Sutton Turner Walsh Watson Webb "
+    "Wells Wright"
+)
+TOWNS = _listed(
+    "Antwerp Bergen Bilbao Bologna Bremen Bristol Calais Cardiff Cologne Cork Dover Dresden Exeter Florence Geneva "
+    "Genoa Granada Hamburg Lisbon Madrid Malaga Naples Oslo Palermo Porto Prague Seville Turin Utrecht Venice "
+    "Verona Vienna Warsaw Zurich"
+)
+RIVERS = _listed(
+    "Amazon Avon Congo Danube Douro Ebro Ganges Jordan Loire Mersey Moselle Nile Oder Orinoco Plata Rhine Rhone "
+    "Seine Severn Tagus Thames Tiber Tyne Volga Yukon Zambezi"
+)
 _ONSETS = ("b", "br", "d", "dr", "f", "g", "gl", "h", "k", "l", "m", "n", "p", "pl", "r", "s", "st", "t", "tr", "v")
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ou")
 _CODAS = ("", "l", "m", "n", "r", "s", "th", "nd", "rk", "lt")
@@ -64,8 +80,8 @@ def made_up_words(rng: random.Random, count: int, syllables: int = 2) -> list[st
 
 
 def person(rng: random.Random) -> str:
-    """A first name and a made-up surname."""
-    return f"{rng.choice(_FIRST_NAMES)} {made_up_word(rng).capitalize()}"
+    """A first name and a surname; there are some four thousand."""
+    return f"{rng.choice(_FIRST_NAMES)} {rng.choice(_SURNAMES)}"
 
 
 def described_things(rng: random.Random, count: int) -> list[str]:

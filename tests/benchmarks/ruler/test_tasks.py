@@ -84,7 +84,7 @@ def test_what_is_asked_for_is_what_the_names_of_the_needle_tasks_say() -> None:
     assert len(keys) == 4
     assert question("niah_multikey_1").context.count("One secret number") == 4
     assert question("niah_single_2").context.count("One secret number") == 1
-    assert question("niah_multikey_2").context.count("One secret number") > 50
+    assert question("niah_multikey_2").context.count(" has the number ") > 50
     assert len(question("niah_single_3").references[0]) == 36
 
 
