@@ -1,4 +1,8 @@
-"""Triton decides when a kernel is defined whether it will be interpreted or compiled: here it is told to interpret.
+"""What all tests share: no clock decides, and the device's kernels are interpreted.
+
+Hypothesis's limits on time are off: a busy machine fails no test.
+
+Triton decides when a kernel is defined whether it will be interpreted or compiled: here it is told to interpret.
 
 So the device's kernels are tested where there is no device. It must be said before torch is imported, which imports
 Triton, and it is taken back when the tests have been collected, and with them all kernels defined: servers that a test
@@ -7,7 +11,13 @@ starts are not to inherit it. On a GPU: `TRITON_INTERPRET=0 python -m pytest -m 
 
 import os
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile(
+    "any_machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any_machine")
 
 _VARIABLE = "TRITON_INTERPRET"
 _given = _VARIABLE in os.environ
