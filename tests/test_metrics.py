@@ -47,6 +47,7 @@ def test_a_line_is_due_when_its_time_has_passed_since_the_first_step() -> None:
     interval = Interval(60.0)
     assert not interval.due(1e9)  # nothing was decoded
     interval.add(STEP, 1000.0)
+    interval.add(STEP, 1050.0)
     assert not interval.due(1059.9)
     assert interval.due(1060.0)
 

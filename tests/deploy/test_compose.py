@@ -39,3 +39,8 @@ def test_vllm_knows_the_arguments() -> None:
 def test_nothing_listens_beyond_this_machine_unless_told() -> None:
     ports = [port for service in load_yaml(COMPOSE)["services"].values() for port in service["ports"]]
     assert all(with_defaults(port).startswith("127.0.0.1:") for port in ports)
+
+
+def test_whatever_ends_is_started_again() -> None:
+    """vLLM ends with status 0 when its worker dies, so `on-failure` would leave it dead."""
+    assert {service["restart"] for service in load_yaml(COMPOSE)["services"].values()} == {"unless-stopped"}
