@@ -50,7 +50,7 @@ def test_pinned_page_is_never_evicted(eviction: str) -> None:
     assert use(table, *range(1, 9)) == [False] * 8
     assert table.slot_of(page(0)) == 0
     table.unpin(page(0))
-    use(table, 1, 2)
+    table.take([page(1), page(2)])
     assert table.slot_of(page(0)) is None
 
 
