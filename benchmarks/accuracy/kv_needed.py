@@ -28,7 +28,7 @@ from benchmarks.report import markdown_table
 _ACCURACIES = {
     "score": "score",
     "top1_agreement": "top-1 agreement",
-    PERPLEXITY: "full attention's perplexity ÷ the selection's",
+    PERPLEXITY: "full perplexity ÷ selection's",
 }
 
 

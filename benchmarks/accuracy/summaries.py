@@ -33,7 +33,8 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row for each measure, length, selection and model, in the order of the first of its rows.
 
     Means are over the samples of a task, then over the tasks, so that every task counts the same; `kept_worst` is the
-    worst of all, `perplexity` the exponential of the mean `loss`, `tasks` the score of each task.
+    worst of all, `perplexity` the exponential of the mean `loss`, `tasks` the score of each task. Deciles of single
+    prompts or windows are averaged.
     """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
