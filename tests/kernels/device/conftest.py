@@ -10,11 +10,12 @@ from tests.kernels.device.interpreter import interprets, mend_interpreter
 
 
 @pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where the kernels of a test run."""
     if request.param == "interpreted":
         if not interprets():
             pytest.skip("the kernels are compiled in this run")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter asks again at its first launch
         mend_interpreter()
         return torch.device("cpu")
     if interprets():

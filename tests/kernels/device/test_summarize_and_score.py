@@ -30,7 +30,11 @@ def test_summaries_of_slots_are_those_of_the_pages(
     places = torch.tensor([7, 1, 2, 0], dtype=torch.int32)
     summarize_slots(k_pool.to(device), slots.to(device), places.to(device), summaries, summary=summary)
     for slot, place in ((3, 7), (0, 2), (4, 0)):
-        assert torch.equal(summaries[place].cpu(), summarize_pages(k_pool[slot], summary)[0])
+        expected = summarize_pages(k_pool[slot], summary)[0]
+        if device.type == "cpu" and dtype == torch.bfloat16:  # the interpreter cuts to bf16 where a GPU rounds
+            torch.testing.assert_close(summaries[place], expected, rtol=2**-7, atol=0)
+        else:
+            assert torch.equal(summaries[place].cpu(), expected)
     assert summaries[[1, 3, 4, 5, 6]].isnan().all()
 
 

@@ -65,5 +65,5 @@ class StreamLoader:
             torch.cuda.current_stream(self._pools[0].device).wait_event(self._loaded.pop(microbatch))
 
     def _load(self, part: slice) -> None:
-        offsets, slots = (table[:, :, part].reshape(-1) for table in (self._page_offsets, self._slots))
+        offsets, slots = (table[:, :, part].contiguous().view(-1) for table in (self._page_offsets, self._slots))
         load_pages(self._host, offsets, slots, *self._pools)

@@ -40,7 +40,7 @@ def verify(
                                             None: each as much as the lightest page read (line 15)
     """
     rows, kv_heads = pages_left.shape
-    grouped = page_lse.reshape(rows, kv_heads, -1, page_lse.shape[2])
+    grouped = page_lse.reshape(rows, kv_heads, page_lse.shape[1] // kv_heads, page_lse.shape[2])
     read = (grouped > -torch.inf).any(dim=2).sum(dim=2)
     lightest = lightest.double()
     if page_lse.shape[2]:
