@@ -138,6 +138,7 @@ def test_bad_arguments_are_refused_by_name() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 def test_pageable_host_memory_is_refused() -> None:
     pools = torch.zeros(2, 1, 16, 16, device="cuda")
     offsets = torch.zeros(1, dtype=torch.int64, device="cuda")
