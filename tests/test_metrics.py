@@ -18,6 +18,8 @@ STEP = DecodeStats(
     judged=40,
     kept_mass=39.0,
     microbatches=50,
+    streaming=3,
+    anchor_bytes=GIB // 4,
 )
 
 
@@ -33,7 +35,7 @@ def test_the_line_says_what_was_read_and_kept() -> None:
     assert STEP.describe(seconds=4.0, packed_bytes=GIB // 2) == (
         "hybrid_sparse: decoded 30 tokens (7.5 a second), reading 12.5% of their KV cache (1.00 of 8.00 GiB); "
         "kept 97.5% of the attention weight by estimate; 10.0% of the pages read were dropped; "
-        "packed copies hold 0.50 GiB"
+        "5.0% of the groups streamed; anchors took 0.25 GiB more; packed copies hold 0.50 GiB"
     )
 
 
