@@ -4,12 +4,20 @@ Small tensors everywhere: one torch thread is faster, and leaves the machine to 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from vllm_hybrid_sparse.config import ISAS
 from vllm_hybrid_sparse.kernels.paged_attention.native import supported_isas
+
+GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1, 3, 4, 8
+    "g1-d64-b16": (2, 2, 64, 16),
+    "g3-d16-b128": (3, 1, 16, 128),
+    "g4-d80-b16": (8, 2, 80, 16),
+    "g8-d128-b128": (8, 1, 128, 128),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -33,3 +41,10 @@ def isa(request: pytest.FixtureRequest) -> str:
     if request.param not in supported_isas():
         pytest.skip(f"this machine has no {request.param}")
     return str(request.param)
+
+
+@pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
+def geometry(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A layer's heads and blocks, as arguments of `Shape`; few, for tests that are long."""
+    names = ("num_q_heads", "num_kv_heads", "head_dim", "block_tokens")
+    return dict(zip(names, request.param, strict=True))

@@ -17,18 +17,6 @@ RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
 SALIENCE = SalienceSpec(beta=1.2, alpha=0.25)
 EVERYTHING = SalienceSpec(beta=1e-30)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1, 3, 4, 8
-    "g1-d64-b16": (2, 2, 64, 16),
-    "g3-d16-b128": (3, 1, 16, 128),
-    "g4-d80-b16": (8, 2, 80, 16),
-    "g8-d128-b128": (8, 1, 128, 128),
-}
-
-
-@pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
-def geometry(request: pytest.FixtureRequest) -> dict[str, Any]:
-    names = ("num_q_heads", "num_kv_heads", "head_dim", "block_tokens")
-    return dict(zip(names, request.param, strict=True))
 
 
 def small(**changes: Any) -> Shape:
