@@ -55,6 +55,8 @@ def expected_counters(prompts: list[list[int]]) -> dict[str, float]:
         "judged": 0,
         "kept_mass": 0,
         "microbatches": 0,
+        "streaming": 0,
+        "anchor_bytes": 0,
     }
 
 
