@@ -24,6 +24,7 @@ ARGS = [
 ]
 DRAIN_S = 60
 ENDS_WITHIN_S = 60.0
+SILENT_S = 15.0  # that a client waits for the next token
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,10 @@ def exit_status(server: Server) -> int:
 
 
 async def stream(server: Server, tokens: int, begun: asyncio.Event) -> tuple[int, str]:
-    """Stream one answer; return how many tokens came and why it ended (empty: it broke off)."""
+    """Stream one answer; return how many tokens came and why it ended (empty: it broke off).
+
+    A client with patience for SILENT_S: vLLM may leave a connection open whose engine it has ended.
+    """
     payload = {
         "model": server.model,
         "prompt": [7] * 300,
@@ -56,7 +60,7 @@ async def stream(server: Server, tokens: int, begun: asyncio.Event) -> tuple[int
     came, reason = 0, ""
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120, sock_read=SILENT_S)) as session,
             session.post(f"{server.base_url}/completions", json=payload) as reply,
         ):
             async for line in reply.content:
@@ -64,7 +68,7 @@ async def stream(server: Server, tokens: int, begun: asyncio.Event) -> tuple[int
                     (choice,) = json.loads(line[6:])["choices"]
                     came, reason = came + 1, choice["finish_reason"] or reason
                     begun.set()
-    except aiohttp.ClientError:
+    except (aiohttp.ClientError, TimeoutError):
         pass
     begun.set()
     return came, reason
@@ -100,7 +104,7 @@ def test_told_to_stop_without_a_time_it_breaks_off_and_ends(model: Path, tmp_pat
         came, _reason = signalled_while_streaming(server, 1500, signal.SIGTERM)
         assert 0 < came < 1500
         assert exit_status(server) == 0
-        assert time.monotonic() - begun_s < 30
+        assert time.monotonic() - begun_s < SILENT_S + 30
 
 
 def workers_of(server: Server) -> list[int]:
