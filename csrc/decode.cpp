@@ -7,12 +7,6 @@
 #include "engine.h"
 
 namespace hybrid_sparse {
-namespace {
-
-constexpr int kMinScoreSpan = 64;    // pages whose summaries a task scores at least
-
-}  // namespace
-
 void Engine::attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection) {
   collect_items(batch, selection);
   if (item_count_ == 0) return;

@@ -16,6 +16,7 @@
 namespace hybrid_sparse {
 
 inline constexpr int kSpansPerThread = 3;  // parts a call's reading is cut into: enough to even out, few enough to merge
+inline constexpr int kMinScoreSpan = 64;  // pages whose summaries a task scores at least
 inline constexpr int kMinSpanPages = 16;  // pages a task attends at least, where threads share
 
 struct Geometry {

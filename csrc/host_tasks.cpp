@@ -5,11 +5,6 @@
 #include "engine.h"
 
 namespace hybrid_sparse {
-namespace {
-
-constexpr int kMinScoreSpan = 64;  // pages whose summaries a task scores at least
-
-}  // namespace
 
 void Engine::score_pages(const RequestPages& of, const char* query, int page_begin, int count, float* scores) {
   const Layout& layout = geometry_.layout;

@@ -75,6 +75,11 @@ struct DenseArgs {
   float* out;  // [rows][outputs]
 };
 
+struct ScoreBuckets {
+  float highest;  // score
+  float width;    // of a bucket
+};
+
 struct Kernels {
   // Bytes of one row's prepared operands.
   int64_t (*query_bytes)(int head_dim);
@@ -96,10 +101,9 @@ struct Kernels {
   void (*group_scores)(const float* scores, int64_t stride, int rows, int count, const float* retained, float* lse,
                        float* out);
   // out[i] = the bucket of scores[i], 0 for the highest of them to buckets - 1 for the lowest, evenly over their range.
-  // Returns the width of a bucket.
-  float (*bucket_scores)(const float* scores, int count, int buckets, uint16_t* out);
-  // The indices, ascending, of the scores that are no more than `below` under the highest; returns their number.
-  int (*take_above)(const float* scores, int count, float below, int32_t* out);
+  ScoreBuckets (*bucket_scores)(const float* scores, int count, int buckets, uint16_t* out);
+  // The indices, ascending, of the scores that are no more than `below` under `highest`; returns their number.
+  int (*take_near)(const float* scores, int count, float highest, float below, int32_t* out);
   // K and V of `count` tokens into one page from token `offset` on; strides in elements.
   void (*write_page)(char* page, int offset, int count, int head_dim, const void* key, int64_t key_stride,
                      const void* value, int64_t value_stride);

@@ -155,11 +155,7 @@ static void group_scores(const float* scores, int64_t stride, int rows, int coun
   }
 }
 
-struct ScoreRange {
-  float lowest, highest;
-};
-
-static ScoreRange range_of(const float* scores, int count) {
+static ScoreBuckets bucket_scores(const float* scores, int count, int buckets, uint16_t* out) {
   const int whole = count / 16 * 16;
   vf low = set1(__builtin_inff());
   vf high = set1(-__builtin_inff());
@@ -167,24 +163,19 @@ static ScoreRange range_of(const float* scores, int count) {
     low = min(low, load(scores + i));
     high = max(high, load(scores + i));
   }
-  ScoreRange range = {reduce_min(low), reduce_max(high)};
+  float lowest = reduce_min(low);
+  float highest = reduce_max(high);
   for (int i = whole; i < count; ++i) {
-    range.lowest = scores[i] < range.lowest ? scores[i] : range.lowest;
-    range.highest = scores[i] > range.highest ? scores[i] : range.highest;
+    lowest = scores[i] < lowest ? scores[i] : lowest;
+    highest = scores[i] > highest ? scores[i] : highest;
   }
-  return range;
-}
-
-static float bucket_scores(const float* scores, int count, int buckets, uint16_t* out) {
-  const ScoreRange range = range_of(scores, count);
-  const float spread = range.highest - range.lowest;
+  const float spread = highest - lowest;
   const float factor = spread > 0.0f ? static_cast<float>(buckets - 1) / spread : 0.0f;
-  for (int i = 0; i < count; ++i) out[i] = static_cast<uint16_t>(static_cast<int>((range.highest - scores[i]) * factor));
-  return spread / static_cast<float>(buckets - 1);
+  for (int i = 0; i < count; ++i) out[i] = static_cast<uint16_t>(static_cast<int>((highest - scores[i]) * factor));
+  return {highest, spread / static_cast<float>(buckets - 1)};
 }
 
-static int take_above(const float* scores, int count, float below, int32_t* out) {
-  const float highest = range_of(scores, count).highest;
+static int take_near(const float* scores, int count, float highest, float below, int32_t* out) {
   const int whole = count / 16 * 16;
   int taken = 0;
   for (int i = 0; i < whole; i += 16) {
@@ -264,6 +255,6 @@ static float stream(const char* bytes, int64_t size, const char* next) {
 template <class T>
 inline constexpr Kernels kKernels = {
     query_bytes<T>, prepare_query<T>, summary_query_bytes<T>, prepare_summary_query<T>, attend<T, false>, attend<T, true>,
-    score<T>,       group_scores,     bucket_scores,          take_above,               write_page<T>,    summarize<T>,
+    score<T>,       group_scores,     bucket_scores,          take_near,                write_page<T>,    summarize<T>,
     copy_token<T>,  log_sum_exp,      blend_weights,          store_row<T>,             stream,           score_blocks<T>,
     dense_layer,    to_float<T>,      page_norms<T>};

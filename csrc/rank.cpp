@@ -22,7 +22,7 @@ void select_best(const Kernels& kernels, const float* scores, int count, int wan
   std::vector<ScoredPage>& last_bucket = pages;
   last_bucket.clear();
 
-  const float width = kernels.bucket_scores(scores, count, kBuckets, buckets.data());
+  const ScoreBuckets edges = kernels.bucket_scores(scores, count, kBuckets, buckets.data());
   constexpr int kTables = 4;  // since neighbours often fall into one bucket
   int32_t sizes[kTables][kBuckets] = {};
   int i = 0;
@@ -38,7 +38,8 @@ void select_best(const Kernels& kernels, const float* scores, int count, int wan
     above += size;
   }
   // Everything down to the bucket's lower edge, and a little more, since edges are rounded.
-  const int near = kernels.take_above(scores, count, (static_cast<float>(bucket) + 1.01f) * width, found);
+  const float below = (static_cast<float>(bucket) + 1.01f) * edges.width;
+  const int near = kernels.take_near(scores, count, edges.highest, below, found);
   for (int n = 0; n < near; ++n)
     if (bucket_of[found[n]] == bucket) last_bucket.push_back({scores[found[n]], found[n]});
   const auto last = last_bucket.begin() + (wanted - above - 1);

@@ -361,6 +361,16 @@ class HybridSparseConfig:
         return RetainedSet(sink_tokens=self.sink_tokens, window_tokens=self.window_tokens)
 
     @property
+    def page_summary(self) -> str:
+        """The kind of summary that pages have, as the kernels name it; `none` under a policy that scores no pages."""
+        return self.summary or "none"
+
+    @property
+    def page_code_bits(self) -> int:
+        """Bits a dimension of key codes, as the kernels take it whatever the summary."""
+        return self.code_bits or CODE_BITS[-1]
+
+    @property
     def selection(self) -> SelectionSpec:
         """The policy as the kernels take it; hgca has `salience` instead, and fluxion `prediction`."""
         if self.policy in ("dense", "hgca", "fluxion"):

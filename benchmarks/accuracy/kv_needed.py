@@ -153,9 +153,9 @@ def oracle_figures(summaries: Sequence[Summary]) -> dict[str, Figure]:
         if row["selection"] != FULL or "oracle_deciles" not in row:
             continue
         figure, axes = plt.subplots(figsize=(5.5, 4), layout="constrained")
-        layers = row["oracle_deciles"]
+        layers, colour = row["oracle_deciles"], plt.colormaps["viridis"]
         for layer, deciles in enumerate(layers):
-            axes.plot(100 * np.array(deciles), np.linspace(0, 100, 11), color=plt.cm.viridis(layer / len(layers)))  # type: ignore[attr-defined]
+            axes.plot(100 * np.array(deciles), np.linspace(0, 100, 11), color=colour(layer / len(layers)))
         axes.set(
             xlabel=f"candidate pages that an oracle needs for {PROMISE} of the weight, %",
             ylabel="of the steps and KV heads of a layer, %",

@@ -5,11 +5,9 @@ It bounds what a selection can reach: an oracle sees the true weights, chance se
 """
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.accuracy.kept_mass import by_page, oracle_order, oracle_pages, token_weights
 from vllm_hybrid_sparse.hf import DecodeStep
-from vllm_hybrid_sparse.hf.implementation import attention_implementation
+from vllm_hybrid_sparse.hf.implementation import AttentionSession
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SelectionSpec
 
@@ -62,50 +60,24 @@ class PageRule:
         return [order[head, : counts[head]].tolist() for head in heads]
 
 
-class ReferenceSession:
+class ReferenceSession(AttentionSession):
     """While entered, decode rows of the model read what `rule` chooses; rows of a prefill attend to all before them.
 
     Keys and values come with each call, so nothing is kept between calls and any cache may be decoded from.
     """
 
-    _current: "ReferenceSession | None" = None
-
     def __init__(
         self, model: PreTrainedModel, rule: PageRule, *, watch: Callable[[DecodeStep], None] | None = None
     ) -> None:
-        self._model = model
+        super().__init__(model, IMPLEMENTATION, _attend)
         self._rule = rule
         self._watch = watch
-        self._entered = ExitStack()
-        self._row_by_row = False
         self._stats = DecodeStats()
-
-    def __enter__(self) -> Self:
-        if ReferenceSession._current is not None:
-            raise ValueError("ReferenceSession: another one is entered; one at a time")
-        self._entered.enter_context(attention_implementation(self._model, IMPLEMENTATION, _attend))
-        ReferenceSession._current = self
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        ReferenceSession._current = None
-        self._entered.close()
 
     keeps_request_state = False
 
     def adopt(self) -> None:
         """As of a SparseSession; here every call does."""
-
-    @contextmanager
-    def row_by_row(self) -> Iterator[None]:
-        """As of a SparseSession."""
-        self._row_by_row = True
-        try:
-            yield
-        finally:
-            self._row_by_row = False
 
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""
@@ -167,7 +139,7 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention as Transformers calls it: [batch, heads, tokens, head_dim], the query's tokens the new ones."""
-    session = ReferenceSession._current
+    session = ReferenceSession.entered(IMPLEMENTATION)
     if session is None or query.shape[0] != 1:
         raise ValueError(f"attn_implementation={IMPLEMENTATION}: one sequence, within a ReferenceSession")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -70,6 +70,6 @@ class HybridSparseBackend(AttentionBackend):
 
         settings = settings_of(get_current_vllm_config())
         element_bytes = spec.dtype.itemsize
-        page_summary = summary_bytes(settings.summary or "none", spec.head_size, element_bytes, settings.code_bits or 0)
+        page_summary = summary_bytes(settings.page_summary, spec.head_size, element_bytes, settings.page_code_bits)
         content_bytes = 2 * spec.head_size * element_bytes + page_summary // PAGE_TOKENS
         return replace(spec, state_content_bytes=content_bytes)

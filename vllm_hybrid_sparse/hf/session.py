@@ -9,11 +9,9 @@ One sequence at a time, on the CPU. Prefill is exact, single tokens are decoded 
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ from transformers import PreTrainedModel
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
-from vllm_hybrid_sparse.hf.implementation import attention_implementation
+from vllm_hybrid_sparse.hf.implementation import AttentionSession
 from vllm_hybrid_sparse.hf.shape import model_shape
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.metrics import DecodeStats
@@ -60,7 +58,7 @@ class _Layer:
     adoption: int = 0  # the session's, when `tokens` was last true
 
 
-class SparseSession:
+class SparseSession(AttentionSession):
     """While entered, the model's attention is ours. A prefill begins a new sequence, and so does `adopt`.
 
     max_tokens   the longest sequence; its memory is taken layer by layer at the first call
@@ -69,8 +67,6 @@ class SparseSession:
     Raises ConfigError for what the kernels cannot serve: batches of more than one sequence, another device than the
     CPU, sliding-window layers, a sequence beyond max_tokens, with policy fluxion a model without a predictor.
     """
-
-    _current: "SparseSession | None" = None
 
     def __init__(
         self,
@@ -88,32 +84,17 @@ class SparseSession:
             raise ConfigError(
                 f"device={settings.device!r}: a session attends on the CPU alone; serve with vLLM for that"
             )
+        super().__init__(model, IMPLEMENTATION, _attend)
         self.runtime = HostRuntime(settings)
         if settings.prediction is not None:
             self.runtime.use_model(model_shape(model.config.get_text_config()))
-        self._model = model
         self._blocks = math.ceil(max_tokens / _BLOCK_TOKENS)
         self._max_tokens = max_tokens
         self._watch = watch
         self._layers: dict[int, _Layer] = {}
         self._block_table = torch.arange(self._blocks, dtype=torch.int32)[None]
         self._slots = self.runtime.requests.of([_SEQUENCE])
-        self._entered = ExitStack()
         self._adoption = 0
-        self._row_by_row = False
-
-    def __enter__(self) -> Self:
-        if SparseSession._current is not None:
-            raise ConfigError("SparseSession: another one is entered; one at a time")
-        self._entered.enter_context(attention_implementation(self._model, IMPLEMENTATION, _attend))
-        SparseSession._current = self
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        SparseSession._current = None
-        self._entered.close()
 
     def adopt(self) -> None:
         """Take the sequence over from the cache of the model's next call, whoever computed it.
@@ -132,19 +113,6 @@ class SparseSession:
     def keeps_request_state(self) -> bool:
         """Whether what is read depends on queries of earlier calls, and not on the cache alone."""
         return self.runtime.keeps_request_state
-
-    @contextmanager
-    def row_by_row(self) -> Iterator[None]:
-        """Within it the rows of a call are decoded one after another, as if each came in a call of its own.
-
-        Where all tokens are known before, as in teacher forcing, one call does what many would and reads the model's
-        weights once.
-        """
-        self._row_by_row = True
-        try:
-            yield
-        finally:
-            self._row_by_row = False
 
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""
@@ -275,7 +243,7 @@ def _attend(
     **extra: Any,
 ) -> tuple[Tensor, None]:
     """Attention as Transformers calls it: [batch, heads, tokens, head_dim], the query's tokens the new ones."""
-    session = SparseSession._current
+    session = SparseSession.entered(IMPLEMENTATION)
     if session is None:
         raise ConfigError(f"attn_implementation={IMPLEMENTATION}: enter a SparseSession first")
     if query.shape[0] != 1:

@@ -70,8 +70,8 @@ class HostRuntime:
                 head_dim=head_dim,
                 block_tokens=block_tokens,
                 scale=scale,
-                summary=self.settings.summary or "none",
-                code_bits=self.settings.code_bits or 2,
+                summary=self.settings.page_summary,
+                code_bits=self.settings.page_code_bits,
                 isa=self.settings.isa,
                 pool=self.pool,
             )

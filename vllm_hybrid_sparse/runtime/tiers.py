@@ -64,7 +64,7 @@ class DeviceTier:
             head_dim=attention.head_dim,
             block_tokens=attention.layout.pages_per_block * PAGE_TOKENS,
             summary=attention.summary,
-            code_bits=settings.code_bits or 2,
+            code_bits=settings.page_code_bits,
         )
         self.kv_heads = attention.num_kv_heads
         self._sources: dict[int, HostPages] = {}

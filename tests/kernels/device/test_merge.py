@@ -58,6 +58,7 @@ def test_no_rows_give_no_states(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 def test_a_state_in_pinned_host_memory_is_read_in_place() -> None:
     parts = states(4, 6, 64, torch.float32)
     on_device, on_host = (part.cuda() for part in parts[:2]), (part.pin_memory() for part in parts[2:])
