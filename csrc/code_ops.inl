@@ -20,6 +20,13 @@ struct CodeQuery {
   int8_t halves[kMaxHeadDim + 64];  // for the mean: of 64 dims the even ones, then the odd ones, as `half_bytes` gives them
 };
 
+// What the tiles of a call have in common.
+struct CodeTileArgs {
+  int head_dim;
+  int code_bits;
+  int64_t row_stride;  // of the scores
+};
+
 // The rotation: random signs, then a Hadamard transform of each piece, the largest powers of two that the dims split into.
 template <int Width>
 static void rotate(float (*x)[Width], int head_dim) {
@@ -167,9 +174,10 @@ static inline void sum_lanes(const vf (&x)[kScoreRows][kScorePages], float scale
   }
 }
 
-// Rows against the means of `Pages` pages: out[r * kScorePages + p] is the sum of q c.
+// Rows against the means of `Pages` pages: out[r * kScoreChunkPages + p] is the sum of q c.
 template <int Rows, int Pages>
-static inline void mean_tile(const CodeQuery* const* queries, int head_dim, const char* means, int64_t stride, float* out) {
+[[gnu::always_inline]] static inline void mean_tile(const CodeQuery* const* queries, int head_dim, const char* means,
+                                                    int64_t stride, float* out) {
   vs sums[Rows][Pages];
   for (int r = 0; r < Rows; ++r)
     for (int p = 0; p < Pages; ++p) sums[r][p] = no_products();
@@ -183,16 +191,14 @@ static inline void mean_tile(const CodeQuery* const* queries, int head_dim, cons
   vf by_lane[kScoreRows][kScorePages];
   for (int r = 0; r < kScoreRows; ++r)
     for (int p = 0; p < kScorePages; ++p) by_lane[r][p] = r < Rows && p < Pages ? product_sums(sums[r][p]) : zero();
-  sum_lanes<Rows, Pages>(by_lane, 1.0f, out, kScorePages);
+  sum_lanes<Rows, Pages>(by_lane, 1.0f, out, kScoreChunkPages);
 }
 
-// Rows against the codes of `Pages` pages: out[r][p] are, by token, the sums of q c.
+// Rows against the codes of `Pages` pages: out[r][p] are, by token, the sums of q c. `ahead`: see code_tile.
 template <int Bits, int Rows, int Pages>
-static inline void token_tile(const CodeQuery* const* queries, int lines, const char* codes, int64_t stride,
-                              vf (*out)[kScorePages]) {
+[[gnu::always_inline]] static inline void token_tile(const CodeQuery* const* queries, int lines, const char* codes,
+                                                     int64_t stride, const char* ahead, vf (*out)[kScorePages]) {
   constexpr int kFields = 8 / Bits;
-  for (int r = 0; r < Rows; ++r)
-    for (int p = 0; p < Pages; ++p) out[r][p] = zero();
   for (int begin = 0; begin < lines; begin += kLinesPerSum) {
     const int end = lines - begin < kLinesPerSum ? lines : begin + kLinesPerSum;
     vs sums[Rows][Pages];
@@ -200,7 +206,11 @@ static inline void token_tile(const CodeQuery* const* queries, int lines, const 
       for (int p = 0; p < Pages; ++p) sums[r][p] = no_products();
     for (int line = begin; line < end; ++line) {
       vb packed[Pages];
-      for (int p = 0; p < Pages; ++p) packed[p] = load_vb(codes + p * stride + int64_t{64} * line);
+      for (int p = 0; p < Pages; ++p) {
+        const int64_t at = p * stride + int64_t{64} * line;
+        packed[p] = load_vb(codes + at);
+        if (ahead) prefetch(ahead + at);
+      }
 #pragma GCC unroll 8
       for (int field = 0; field < kFields; ++field) {
         vb values[Pages];
@@ -212,33 +222,35 @@ static inline void token_tile(const CodeQuery* const* queries, int lines, const 
       }
     }
     for (int r = 0; r < Rows; ++r)
-      for (int p = 0; p < Pages; ++p) out[r][p] = add(out[r][p], product_sums(sums[r][p]));
+      for (int p = 0; p < Pages; ++p)
+        out[r][p] = begin == 0 ? product_sums(sums[r][p]) : add(out[r][p], product_sums(sums[r][p]));
   }
 }
 
-// Rows against the codes of `Pages` pages: scores[r * row_stride + p] is the page's estimated weight, the logarithm of the sum
-// of exp(score) over its tokens. `ahead`: where the same pages of a later block lie.
-template <int Bits, int Rows, int Pages>
-static inline void code_tile(const ScoreArgs& args, const void* const* rows, const char* summaries, const char* ahead,
-                             float* scores) {
+// Rows against the codes of `Pages` pages, first half: sums[r * row_stride + p] is the sum over the page's tokens of
+// 2^(score - the mean's), means[r * kScoreChunkPages + p] the product with the mean's levels, steps[p] their unit. The logarithms
+// are left to `finish_codes`, for which no tile waits. `ahead`: where the same pages of a later block lie.
+template <int Bits, int Rows, int Pages, int HeadDim>
+static inline void code_tile(const CodeTileArgs& args, const void* const* rows, const char* summaries, const char* ahead,
+                             float* sums, float* means, float* steps) {
   constexpr float kTop = (1 << Bits) - 1;
-  const int64_t bytes = args.table.summary_bytes;
-  const CodeLayout at(args.head_dim, Bits);
+  const int head_dim = HeadDim > 0 ? HeadDim : args.head_dim;
+  const CodeLayout at(head_dim, Bits);
+  const int64_t bytes = at.bytes;
   const CodeQuery* queries[Rows];
   for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const CodeQuery*>(rows[r]);
-  if (ahead)
-    for (int64_t byte = 0; byte < Pages * bytes; byte += 64) prefetch(ahead + byte);
-
-  alignas(64) float mean_scores[kScoreRows * kScorePages] = {};
-  mean_tile<Rows, Pages>(queries, args.head_dim, summaries + at.mean, bytes, mean_scores);
-  alignas(16) float steps[kScorePages] = {};
+  if (ahead)  // what follows the codes; these are fetched a line at a time, so that requests to memory never queue up
+    for (int p = 0; p < Pages; ++p)
+      for (int64_t byte = at.mean; byte < bytes; byte += 64) prefetch(ahead + p * bytes + byte);
+  mean_tile<Rows, Pages>(queries, head_dim, summaries + at.mean, bytes, means);
   vf weights[kScoreRows][kScorePages];
   for (int r = 0; r < kScoreRows; ++r)
     for (int p = r < Rows ? Pages : 0; p < kScorePages; ++p) weights[r][p] = zero();
   constexpr int kAtOnce = Pages < kPagesAtOnce ? Pages : kPagesAtOnce;
   for (int p = 0; p < Pages; p += kAtOnce) {
-    vf sums[Rows][kScorePages];
-    token_tile<Bits, Rows, kAtOnce>(queries, at.lines, summaries + p * bytes, bytes, sums);
+    vf products[Rows][kScorePages];
+    token_tile<Bits, Rows, kAtOnce>(queries, at.lines, summaries + p * bytes, bytes, ahead ? ahead + p * bytes : nullptr,
+                                    products);
     for (int i = 0; i < kAtOnce; ++i) {
       const char* page = summaries + (p + i) * bytes;
       uint16_t units[2];
@@ -246,44 +258,59 @@ static inline void code_tile(const ScoreArgs& args, const void* const* rows, con
       const vf factors = mul(load_bytes(page + at.factors), set1(bf16_to_float(units[0])));
       steps[p + i] = bf16_to_float(units[1]);
       for (int r = 0; r < Rows; ++r) {
-        const vf product = fma(sums[r][i], set1(queries[r]->a), set1(-kTop * queries[r]->sum));
+        const vf product = fma(products[r][i], set1(queries[r]->a), set1(-kTop * queries[r]->sum));
         weights[r][p + i] = exp2_estimate(limit(mul(product, factors), kFarthestFromMean));
       }
     }
   }
-  for (int r = 0; r < Rows; ++r) {
-    float* row = mean_scores + r * kScorePages;
-    for (int p = 0; p < kScorePages; ++p) row[p] = steps[p] * (queries[r]->a * row[p] - kMeanLevels * queries[r]->sum);
-  }
-  alignas(64) float mass[kScoreRows * kScorePages];
-  store(mass, set1(1.0f));
-  sum_lanes<Rows, Pages>(weights, 1.0f, mass, kScorePages);
-  store(mass, mul(add(log2_positive(load(mass)), load(mean_scores)), set1(kLn2)));
-  for (int r = 0; r < Rows; ++r)
-    for (int p = 0; p < Pages; ++p) scores[r * args.row_stride + p] = mass[r * kScorePages + p];
+  sum_lanes<Rows, Pages>(weights, 1.0f, sums, args.row_stride);
 }
 
-template <int Bits, int Rows, int Pages>
-static inline void code_row_tile(const ScoreArgs& args, const void* const* queries, int rows, const char* summaries,
-                                 const char* ahead, float* scores) {
+// Second half: scores[i], which holds a sum over tokens, becomes the page's estimated weight, the logarithm of the sum of
+// exp(score) over its tokens.
+static inline void finish_codes(const CodeQuery& query, const float* means, const float* steps, int count, float* scores) {
+  const vf a = set1(query.a * kLn2);
+  const vf shift = set1(-kMeanLevels * query.sum * kLn2);
+  const auto finish = [&](vf sum, const float* mean, const float* step) {
+    return fma(log2_positive(sum), set1(kLn2), mul(load(step), fma(load(mean), a, shift)));
+  };
+  int i = 0;
+  for (; i + 16 <= count; i += 16) store(scores + i, finish(load(scores + i), means + i, steps + i));
+  if (i == count) return;
+  alignas(64) float last[16];
+  for (int n = 0; n < 16; ++n) last[n] = i + n < count ? scores[i + n] : 1.0f;
+  store(last, finish(load(last), means + i, steps + i));
+  for (int n = 0; i + n < count; ++n) scores[i + n] = last[n];
+}
+
+template <int Bits, int Rows, int Pages, int HeadDim>
+static inline void code_row_tile(const CodeTileArgs& args, const void* const* queries, int rows, const char* summaries,
+                                 const char* ahead, float* sums, float* means, float* steps) {
   if (rows == Rows) {
-    code_tile<Bits, Rows, Pages>(args, queries, summaries, ahead, scores);
+    code_tile<Bits, Rows, Pages, HeadDim>(args, queries, summaries, ahead, sums, means, steps);
   } else if constexpr (Rows > 1) {
-    code_row_tile<Bits, Rows - 1, Pages>(args, queries, rows, summaries, ahead, scores);
+    code_row_tile<Bits, Rows - 1, Pages, HeadDim>(args, queries, rows, summaries, ahead, sums, means, steps);
   }
 }
 
-static void score_codes(const ScoreArgs& args, const void* const* queries, int rows, bool four_pages, const char* summaries,
-                        const char* ahead, float* scores) {
-  if (args.code_bits == 1) {
-    if (four_pages)
-      code_row_tile<1, kScoreRows, kScorePages>(args, queries, rows, summaries, ahead, scores);
-    else
-      code_row_tile<1, kScoreRows, 1>(args, queries, rows, summaries, ahead, scores);
-  } else {
-    if (four_pages)
-      code_row_tile<2, kScoreRows, kScorePages>(args, queries, rows, summaries, ahead, scores);
-    else
-      code_row_tile<2, kScoreRows, 1>(args, queries, rows, summaries, ahead, scores);
-  }
+// The usual head sizes have code of their own: their loops have a known length, and nothing is kept in memory between them.
+template <int Bits>
+static void score_codes_of(const CodeTileArgs& args, const void* const* queries, int rows, bool four_pages,
+                           const char* summaries, const char* ahead, float* sums, float* means, float* steps) {
+  if (!four_pages)
+    code_row_tile<Bits, kScoreRows, 1, 0>(args, queries, rows, summaries, ahead, sums, means, steps);
+  else if (args.head_dim == 64)
+    code_row_tile<Bits, kScoreRows, kScorePages, 64>(args, queries, rows, summaries, ahead, sums, means, steps);
+  else if (args.head_dim == 128)
+    code_row_tile<Bits, kScoreRows, kScorePages, 128>(args, queries, rows, summaries, ahead, sums, means, steps);
+  else
+    code_row_tile<Bits, kScoreRows, kScorePages, 0>(args, queries, rows, summaries, ahead, sums, means, steps);
+}
+
+static void score_codes(const CodeTileArgs& args, const void* const* queries, int rows, bool four_pages, const char* summaries,
+                        const char* ahead, float* sums, float* means, float* steps) {
+  if (args.code_bits == 1)
+    score_codes_of<1>(args, queries, rows, four_pages, summaries, ahead, sums, means, steps);
+  else
+    score_codes_of<2>(args, queries, rows, four_pages, summaries, ahead, sums, means, steps);
 }

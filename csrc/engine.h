@@ -238,6 +238,8 @@ class Engine {
   void score_and_attend_retained(const LayerCall& call, const Batch& batch);
   void rank(const Selection& selection);
   void score_span(const LayerCall& call, const Batch& batch, const Span& span);
+  void score_range(const void* const* queries, const PageTable& table, int page_begin, int count, float* scores,
+                   int64_t head_stride, int64_t row_stride) const;
   void rank_item(Item& item, int index, const Selection& selection);
   void share_round(int open, const Selection& selection);
   void add_round_spans(int index, const Selection& selection, int& next_state);

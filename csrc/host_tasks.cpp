@@ -23,10 +23,8 @@ void Engine::score_pages(const RequestPages& of, const char* query, int page_beg
     pool_.for_each(parts, [&](int part) {
       const int first = static_cast<int>(int64_t{count} * part / parts);
       const int last = static_cast<int>(int64_t{count} * (part + 1) / parts);
-      kernels_.score({query_pointers_.data(), geometry_.kv_heads, geometry_.group(), page_begin + first, last - first,
-                      page_table(of, 0), layout.summary_elements(), layout.head_dim,
-                      layout.summary == Summary::key_codes ? layout.code_bits : 0, geometry_.scale, scores + first,
-                      int64_t{geometry_.group()} * count, count});
+      score_range(query_pointers_.data(), page_table(of, 0), page_begin + first, last - first, scores + first,
+                  int64_t{geometry_.group()} * count, count);
     });
   });
 }

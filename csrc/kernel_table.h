@@ -30,6 +30,8 @@ struct AttendArgs {
   int64_t token_scores_stride = 0;
 };
 
+inline constexpr int kScoreChunkPages = 128;  // whose key codes are scored before the logarithms are taken
+
 // Query rows against the summaries of a range of pages, for all KV heads of a request: a block's lie in one piece.
 struct ScoreArgs {
   const void* const* queries;  // [heads * rows] prepared summary operands (see prepare_summary_query)
@@ -45,6 +47,7 @@ struct ScoreArgs {
   float* scores;  // row r of head h at scores + h * head_stride + r * row_stride
   int64_t head_stride;
   int64_t row_stride;
+  float* scratch;  // [heads * (rows + 1)][kScoreChunkPages], for key codes
 };
 
 // Query rows against logical blocks of whole pages of one KV head, by the min/max summaries of these pages (Quest): the bound of

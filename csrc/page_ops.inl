@@ -81,33 +81,37 @@ static inline void score_row_tile(const ScoreArgs& args, const void* const* quer
   }
 }
 
+// The pages [first_page, first_page + num_pages) of a call; `means` and `steps` as in ScoreArgs::scratch.
 template <class T>
-static void score(const ScoreArgs& args) {
+static void score_chunk(const ScoreArgs& args, int first_page, int num_pages, float* means, float* steps) {
   constexpr int64_t kBytesAhead = 8192;
   const PageTable& table = args.table;
+  const CodeTileArgs code_args = {args.head_dim, args.code_bits, args.row_stride};
   const int per_block = table.pages_per_block;
   const int64_t head_bytes = per_block * table.summary_bytes;
   const int blocks_ahead = static_cast<int>((kBytesAhead - 1) / (args.heads * head_bytes)) + 1;
   const int last_block = (args.page_begin + args.num_pages - 1) / per_block;
   const auto summaries_of = [&](int block) { return table.summaries + table.block_table[block] * table.block_stride; };
   int done = 0;
-  int first = args.page_begin % per_block;
-  for (int block = args.page_begin / per_block; done < args.num_pages; ++block, first = 0) {
+  int first = first_page % per_block;
+  for (int block = first_page / per_block; done < num_pages; ++block, first = 0) {
     const char* here = summaries_of(block);
     const char* ahead = block + blocks_ahead <= last_block ? summaries_of(block + blocks_ahead) : nullptr;
-    const int count = per_block - first < args.num_pages - done ? per_block - first : args.num_pages - done;
+    const int count = per_block - first < num_pages - done ? per_block - first : num_pages - done;
     for (int head = 0; head < args.heads; ++head) {
       for (int i = 0; i < count;) {
         const bool whole = count - i >= kScorePages;
         const int64_t at = head * head_bytes + (first + i) * table.summary_bytes;
-        float* out = args.scores + head * args.head_stride + done + i;
+        float* out = args.scores + head * args.head_stride + (first_page - args.page_begin) + done + i;
         for (int row = 0; row < args.rows; row += kScoreRows) {
           const int rows = args.rows - row < kScoreRows ? args.rows - row : kScoreRows;
           const void* const* queries = args.queries + head * args.rows + row;
           const char* next = ahead && row == 0 ? ahead + at : nullptr;
           float* row_scores = out + row * args.row_stride;
           if (args.code_bits > 0)
-            score_codes(args, queries, rows, whole, here + at, next, row_scores);
+            score_codes(code_args, queries, rows, whole, here + at, next, row_scores,
+                        means + (head * args.rows + row) * kScoreChunkPages + done + i,
+                        steps + head * kScoreChunkPages + done + i);
           else if (whole)
             score_row_tile<T, kScoreRows, kScorePages>(args, queries, rows, here + at, next, row_scores);
           else
@@ -117,6 +121,23 @@ static void score(const ScoreArgs& args) {
       }
     }
     done += count;
+  }
+}
+
+template <class T>
+static void score(const ScoreArgs& args) {
+  if (args.code_bits == 0) return score_chunk<T>(args, args.page_begin, args.num_pages, nullptr, nullptr);
+  float* means = args.scratch;
+  float* steps = means + args.heads * args.rows * kScoreChunkPages;
+  for (int done = 0; done < args.num_pages; done += kScoreChunkPages) {
+    const int count = args.num_pages - done < kScoreChunkPages ? args.num_pages - done : kScoreChunkPages;
+    score_chunk<T>(args, args.page_begin + done, count, means, steps);
+    for (int row = 0; row < args.heads * args.rows; ++row) {
+      const int head = row / args.rows;
+      finish_codes(*static_cast<const CodeQuery*>(args.queries[row]), means + row * kScoreChunkPages,
+                   steps + head * kScoreChunkPages, count,
+                   args.scores + head * args.head_stride + (row % args.rows) * args.row_stride + done);
+    }
   }
 }
 

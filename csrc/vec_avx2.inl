@@ -104,7 +104,8 @@ static inline vf load_f16(const char* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
 }
-static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
+// Inlined at once: GCC takes a call that only fetches ahead for one without effect and drops it.
+[[gnu::always_inline]] static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 
 static inline __m256 log2_half(__m256 x) {
   // x = m * 2^shift, m in [0.75, 1.5): with the bits of 0.75 taken off, the exponent is what lies above the mantissa
