@@ -1,6 +1,6 @@
 """vLLM's schedulers, which admit to the running batch what the device pool serves side by side."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -11,13 +11,8 @@ from vllm_hybrid_sparse.policy.admission import Admission
 
 logger = init_logger("vllm.hybrid_sparse")
 
-if TYPE_CHECKING:
-    _Base = Scheduler  # what the mixin relies on; at run time either of vLLM's two schedulers stands behind it
-else:
-    _Base = object
 
-
-class _AdmitsByWorkingSet(_Base):
+class _AdmitsByWorkingSet:
     """Vets each waiting request before vLLM's scheduler looks at it; all else is vLLM's.
 
     vLLM asks for `max_num_active_reqs` before each request that it might take from its queues. The answer is what the
@@ -26,6 +21,13 @@ class _AdmitsByWorkingSet(_Base):
     one always may run, so every request gets its turn. A prompt that is being computed needs no slot yet and counts:
     it goes on to decode, and then it is too late.
     """
+
+    vllm_config: Any  # these are the scheduler's behind it
+    kv_cache_config: Any
+    max_model_len: int
+    running: list[Any]
+    waiting: Any
+    kv_holding_waiting: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,7 +68,8 @@ class _AdmitsByWorkingSet(_Base):
 
     def _most_tokens(self, request: Any) -> int:
         """The most tokens that the request may come to, prompt and answer."""
-        return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        wanted: int = request.num_prompt_tokens + request.max_tokens
+        return min(wanted, self.max_model_len)
 
 
 class HybridSparseScheduler(_AdmitsByWorkingSet, Scheduler):
