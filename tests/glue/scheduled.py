@@ -16,6 +16,12 @@ LAYERS, KV_HEADS = 3, 2
 BLOCK_TOKENS = 32
 
 
+def request(name: str, prompt_tokens: int, answer_tokens: int, priority: int = 0) -> Request:
+    """A request that ends after so many tokens."""
+    sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True)
+    return Request(name, [3] * prompt_tokens, sampling, None, priority=priority)
+
+
 class Scheduled:
     """An engine's loop around a scheduler; an asynchronous one plans a step before the last one's tokens are there."""
 
@@ -43,8 +49,7 @@ class Scheduled:
 
     def add(self, name: str, prompt_tokens: int, answer_tokens: int, priority: int = 0) -> None:
         """Have a request arrive."""
-        sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True)
-        self.scheduler.add_request(Request(name, [3] * prompt_tokens, sampling, None, priority=priority))
+        self.scheduler.add_request(request(name, prompt_tokens, answer_tokens, priority))
 
     def abort(self, name: str) -> None:
         """Have a client hang up."""

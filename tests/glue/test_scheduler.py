@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.glue.scheduled import KV_HEADS, LAYERS, Scheduled
+from tests.glue.scheduled import KV_HEADS, LAYERS, Scheduled, request
 from tests.system.tiny_models import make_tiny_model
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.scheduler import HybridSparseAsyncScheduler, HybridSparseScheduler
@@ -154,6 +154,17 @@ def test_a_priority_queue_keeps_its_order(config: Callable[..., Any]) -> None:
     while len(served.finished) < 3:
         assert len(served.step()) <= 1
     assert served.finished == ["c", "b", "a"]
+
+
+def test_who_waits_with_blocks_is_vetted_before_who_waits_without(config: Callable[..., Any]) -> None:
+    """vLLM takes those first whose KV a connector has loaded: it is their working sets that must fit."""
+    served = Scheduled(config(device_pool_pages=(OF_A_LONG_ONE + 4) * LAYERS), blocks=400)
+    served.add("long", prompt_tokens=400, answer_tokens=50)
+    served.step()
+    served.add("short", prompt_tokens=10, answer_tokens=5)
+    assert served.scheduler.max_num_active_reqs == MOST_REQUESTS
+    served.scheduler.kv_holding_waiting.add_request(request("loaded", prompt_tokens=400, answer_tokens=50))
+    assert served.scheduler.max_num_active_reqs == 1
 
 
 def test_an_aborted_request_makes_room(config: Callable[..., Any]) -> None:
