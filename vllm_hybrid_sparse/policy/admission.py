@@ -22,7 +22,7 @@ class Admission:
 
     retained: RetainedSet
     selection: SelectionSpec
-    kv_heads: int  # of a layer
+    kv_heads: int  # of a layer, in one worker
     layer_pages: int  # the pool's slots / layers
 
     def working_set_pages(self, tokens: int) -> int:
