@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from vllm_hybrid_sparse.metrics import DecodeStats, Interval
+from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 
 GIB = 2**30
 STEP = DecodeStats(
@@ -48,19 +48,52 @@ def test_the_line_leaves_out_what_there_is_not() -> None:
 def test_a_line_is_due_when_its_time_has_passed_since_the_first_step() -> None:
     interval = Interval(60.0)
     assert not interval.due(1e9)  # nothing was decoded
-    interval.add(STEP, 1000.0)
-    interval.add(STEP, 1050.0)
+    interval.add(STEP, None, 1000.0)
+    interval.add(STEP, None, 1050.0)
     assert not interval.due(1059.9)
     assert interval.due(1060.0)
 
 
 def test_the_rate_is_that_of_the_time_between_the_steps_and_each_line_begins_anew() -> None:
     interval = Interval(60.0)
-    interval.add(STEP, 1000.0)
-    interval.add(DecodeStats(), 1005.0)  # a prompt
-    interval.add(STEP, 1010.0)
-    assert "decoded 60 tokens (6.0 a second)" in interval.take(packed_bytes=0)
-    assert interval.take(packed_bytes=0) == ""
-    interval.add(STEP, 5000.0)
+    interval.add(STEP, None, 1000.0)
+    interval.add(DecodeStats(), None, 1005.0)  # a prompt
+    interval.add(STEP, None, 1010.0)
+    (line,) = interval.take(packed_bytes=0)
+    assert "decoded 60 tokens (6.0 a second)" in line
+    assert interval.take(packed_bytes=0) == []
+    interval.add(STEP, None, 5000.0)
     assert not interval.due(5001.0)
-    assert "decoded 30 tokens, reading" in interval.take(packed_bytes=0)  # one step has no duration
+    (line,) = interval.take(packed_bytes=0)
+    assert "decoded 30 tokens, reading" in line  # one step has no duration
+
+
+def test_a_device_has_a_line_of_its_own_which_begins_anew_too() -> None:
+    interval = Interval(60.0)
+    tiers = TierStats(
+        groups=8,
+        pages_wanted=40,
+        pages_hit=30,
+        pages_fetched=10,
+        pages_evicted=7,
+        pages_wasted=2,
+        pages_on_host=3,
+        groups_on_host=1,
+        microbatches=5,
+        early_stops=4,
+        looked_groups=2,
+        kept_mass=1.9,
+        failed_loads=6,
+        device_busy_s=0.6,
+        host_busy_s=0.2,
+        step_s=1.0,
+    )
+    interval.add(STEP, tiers, 1000.0)
+    interval.add(STEP, tiers, 1001.0)
+    assert interval.take(packed_bytes=0)[1:] == [
+        "hybrid_sparse: device pool hit 75.0 % of 80 pages (20 fetched, 14 evicted, 4 wasted); 2 of 16 groups and 6 "
+        "pages on the host; 10 microbatches, 8 early stops, kept mass 0.950; device idle 40 %, host busy 20 %; 12 "
+        "failed loads"
+    ]
+    interval.add(STEP, TierStats(), 2000.0)
+    assert len(interval.take(packed_bytes=0)) == 1

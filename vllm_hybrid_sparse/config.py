@@ -10,7 +10,6 @@ from typing import Any, Self
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.values import (
     CODE_BITS,
-    MICROBATCHES_IN_FLIGHT,
     PAGE_TOKENS,
     SUMMARY_VECTORS,
     PredictionSpec,
@@ -30,6 +29,7 @@ DEVICES = ("none", "emulated")
 DEVICE_POOLS = ("unified", "per_layer")
 DEVICE_EVICTIONS = ("cyclic", "lru", "fifo")
 HOST_SHARES = ("none", "uniform", "length", "queue")
+ADMISSIONS = ("working_set", "none")
 
 _FLUXION_SUMMARY = "minmax"  # its predictor is trained on budgets of blocks ranked by these bounds
 _SECTION = "hybrid_sparse"  # the key of `--additional-config` that holds these settings
@@ -277,6 +277,13 @@ class HybridSparseConfig:
         "what it takes from one queue for both (Fluxion)",
         devices=("emulated",),
     )
+    admission: str | None = _choice(
+        "working_set",
+        ADMISSIONS,
+        "which requests run side by side: working_set, only as many as the pool holds the pages of that a step begins "
+        "with, and one at the least (PSA), the others wait in their order; none, as many as vLLM admits",
+        devices=("emulated",),
+    )
     log_interval_s: float = _setting(
         _Setting(
             kind=float,
@@ -316,7 +323,7 @@ class HybridSparseConfig:
             return
         if self.policy not in PAGE_POLICIES:
             raise _refusal("device", self.device, f"attends to pages, and the policy is {self.policy}")
-        least = MICROBATCHES_IN_FLIGHT * self.selection.microbatch_pages
+        least = self.selection.pages_in_flight
         if self.device_pool_pages is not None and self.device_pool_pages < least:
             rule = f"must be at least {least}: the microbatch that a group attends to, and the one that is loaded"
             raise _refusal("device_pool_pages", self.device_pool_pages, rule)

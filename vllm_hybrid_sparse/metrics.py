@@ -85,33 +85,6 @@ class DecodeStats:
         return f"hybrid_sparse: {'; '.join(parts)}"
 
 
-class Interval:
-    """What was decoded since a line was last written, and when the next one is due."""
-
-    def __init__(self, length_s: float) -> None:
-        self._length_s = length_s
-        self._stats = DecodeStats()
-        self._begun_s = self._latest_s = 0.0
-
-    def add(self, stats: DecodeStats, now_s: float) -> None:
-        """Count one step that ended now; one without decode rows is no part of it."""
-        if not stats.rows:
-            return
-        if not self._stats.rows:
-            self._begun_s = now_s
-        self._latest_s = now_s
-        self._stats = self._stats + stats
-
-    def due(self, now_s: float) -> bool:
-        """Whether a line should be written: its length has passed since the first step counted."""
-        return bool(self._stats.rows) and now_s - self._begun_s >= self._length_s
-
-    def take(self, packed_bytes: int) -> str:
-        """The line, and begin anew; empty where nothing was decoded. Its rate is that between first and last step."""
-        stats, self._stats = self._stats, DecodeStats()
-        return stats.describe(self._latest_s - self._begun_s, packed_bytes) if stats.rows else ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
     """Sums over decode rows, KV heads and layers of what a device and its host did. A page is K and V of a KV head."""
@@ -130,6 +103,7 @@ class TierStats:
     kept_mass: float = 0.0  # sum over them of P_acc at the stop, of the head that had least
     failed_loads: int = 0  # parts of microbatches that could not be loaded; the host attended them
     device_busy_s: float = 0.0  # time that the device computed
+    host_busy_s: float = 0.0  # time that the host attended groups that it took
     step_s: float = 0.0  # time that the layers' decode rows took
 
     def __add__(self, other: Self) -> "TierStats":
@@ -141,10 +115,44 @@ class TierStats:
         """One line for a log."""
         hit = 100.0 * self.pages_hit / self.pages_wanted if self.pages_wanted else 0.0
         idle = 100.0 * (1 - self.device_busy_s / self.step_s) if self.step_s else 0.0
+        host = 100.0 * self.host_busy_s / self.step_s if self.step_s else 0.0
         kept = f"{self.kept_mass / self.looked_groups:.3f}" if self.looked_groups else "-"
         return (
             f"hybrid_sparse: device pool hit {hit:.1f} % of {self.pages_wanted} pages ({self.pages_fetched} fetched, "
             f"{self.pages_evicted} evicted, {self.pages_wasted} wasted); {self.groups_on_host} of {self.groups} groups "
             f"and {self.pages_on_host} pages on the host; {self.microbatches} microbatches, {self.early_stops} early "
-            f"stops, kept mass {kept}; device idle {idle:.0f} %; {self.failed_loads} failed loads"
+            f"stops, kept mass {kept}; device idle {idle:.0f} %, host busy {host:.0f} %; "
+            f"{self.failed_loads} failed loads"
         )
+
+
+class Interval:
+    """What was decoded since lines were last written, and when the next are due."""
+
+    def __init__(self, length_s: float) -> None:
+        self._length_s = length_s
+        self._stats = DecodeStats()
+        self._tiers = TierStats()
+        self._begun_s = self._latest_s = 0.0
+
+    def add(self, stats: DecodeStats, tiers: TierStats | None, now_s: float) -> None:
+        """Count one step that ended now; one without decode rows is no part of it. Without a device `tiers` is None."""
+        if not stats.rows:
+            return
+        if not self._stats.rows:
+            self._begun_s = now_s
+        self._latest_s = now_s
+        self._stats = self._stats + stats
+        if tiers is not None:
+            self._tiers = self._tiers + tiers
+
+    def due(self, now_s: float) -> bool:
+        """Whether lines should be written: its length has passed since the first step counted."""
+        return bool(self._stats.rows) and now_s - self._begun_s >= self._length_s
+
+    def take(self, packed_bytes: int) -> list[str]:
+        """The lines, and begin anew; none where nothing was decoded. The rate is that between first and last step."""
+        stats, self._stats = self._stats, DecodeStats()
+        tiers, self._tiers = self._tiers, TierStats()
+        lines = [stats.describe(self._latest_s - self._begun_s, packed_bytes)] if stats.rows else []
+        return [*lines, tiers.describe()] if tiers.groups else lines

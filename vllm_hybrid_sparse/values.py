@@ -108,6 +108,11 @@ class SelectionSpec:
         if self.microbatch_pages < 1:
             raise ConfigError(f"microbatch_pages={self.microbatch_pages}: must be 1 or more")
 
+    @property
+    def pages_in_flight(self) -> int:
+        """Pages of one group that a device holds at one time, at the least: of the microbatches in flight."""
+        return MICROBATCHES_IN_FLIGHT * self.microbatch_pages
+
     def budget_pages(self, num_candidates: int) -> int:
         """The most pages that one group may read of `num_candidates`: min(ceil(ratio * n), max_pages, n); 0 of 0.
 

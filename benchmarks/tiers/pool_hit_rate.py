@@ -15,9 +15,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.accuracy.answers import Prefill
 from benchmarks.report import markdown_table, save
-from benchmarks.tiers.traces import Trace, layer_pages, record, replay
+from benchmarks.tiers.traces import Trace, layer_pages, record_windows, replay
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.memory.device_pool import PoolShape
@@ -86,13 +85,7 @@ def main() -> None:
     pages = options.requests * layers * heads * -(-options.tokens // PAGE_TOKENS)
     page_bytes = 2 * PAGE_TOKENS * config.head_dim * 2  # served in bf16
     rows, read = [], {}
-    recorded: dict[str, list[Trace]] = {policy: [] for policy in POLICIES}
-    for window in tqdm(windows, desc="recording", unit="window"):
-        prompt, decoded = window[: -options.steps], window[-options.steps :]
-        prefill = Prefill(model, prompt, new_tokens=options.steps)
-        for policy, settings in POLICIES.items():
-            recorded[policy].append(record(prefill, decoded, HybridSparseConfig(**settings)))
-    for policy, traces in recorded.items():
+    for policy, traces in record_windows(model, windows, options.steps, POLICIES).items():
         read[policy] = layer_pages(traces)
         rows += rows_of(traces, policy, pages, [float(share) for share in options.shares.split(",")], page_bytes)
     case = {"text": options.text.name, "requests": options.requests, "tokens": options.tokens, "steps": options.steps}

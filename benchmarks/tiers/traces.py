@@ -1,9 +1,12 @@
 """Which pages a model's decode steps read, and what a device pool makes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from benchmarks.accuracy.answers import Prefill
 from vllm_hybrid_sparse.config import HybridSparseConfig
@@ -50,28 +53,60 @@ def record(prefill: Prefill, decoded: torch.Tensor, settings: HybridSparseConfig
     return trace
 
 
+def record_windows(
+    model: PreTrainedModel, windows: Sequence[torch.Tensor], steps: int, policies: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[Trace]]:
+    """Record the last tokens of some windows under each policy, from one prefill a window.
+
+    windows    [tokens] int64 each, more than `steps`
+    policies   settings by the policy's name
+    """
+    recorded: dict[str, list[Trace]] = {policy: [] for policy in policies}
+    for window in tqdm(windows, desc="recording", unit="window"):
+        prefill = Prefill(model, window[:-steps], new_tokens=steps)
+        for policy, settings in policies.items():
+            recorded[policy].append(record(prefill, window[-steps:], HybridSparseConfig(**settings)))
+    return recorded
+
+
+def pages_apart(traces: Sequence[Trace]) -> int:
+    """What to multiply a request's number by, so that pages of different requests differ."""
+    return 1 + max(page for trace in traces for step in trace for layer in step for head in layer for page in head)
+
+
+def read_pages(
+    pool: DevicePool, layer: int, first_page: int, heads: Sequence[Sequence[int]], microbatch_pages: int
+) -> tuple[int, int]:
+    """What one request's step reads in a layer, a microbatch of a group pinned at a time: (pages, those found).
+
+    first_page   what is added to the numbers of the request's pages
+    """
+    wanted = found = 0
+    for head, pages in enumerate(heads):
+        for first in range(0, len(pages), microbatch_pages):
+            keys = [PageKey(layer, head, first_page + page) for page in pages[first : first + microbatch_pages]]
+            found += len(keys) - len(pool.take(keys).missing)
+            wanted += len(keys)
+            pool.release(keys)
+    return wanted, found
+
+
 def replay(traces: Sequence[Trace], shape: PoolShape, microbatch_pages: int) -> PoolUse:
     """Serve the requests of some traces side by side, layer after layer, from one pool.
 
     A microbatch of a group is pinned at a time. Raises CapacityError where the pool does not hold one.
     """
     pool = DevicePool(shape)
-    pages_apart = 1 + max(
-        page for trace in traces for step in trace for layer in step for head in layer for page in head
-    )
+    apart = pages_apart(traces)
     wanted = hits = evicted = 0
     for number, steps in enumerate(zip(*traces, strict=True)):
         if number == 1:
             wanted, hits, evicted = 0, 0, pool.evictions
         for layer in range(shape.layers):
             for request, step in enumerate(steps):
-                for head, pages in enumerate(step[layer]):
-                    for first in range(0, len(pages), microbatch_pages):
-                        some = pages[first : first + microbatch_pages]
-                        keys = [PageKey(layer, head, request * pages_apart + page) for page in some]
-                        hits += len(keys) - len(pool.take(keys).missing)
-                        wanted += len(keys)
-                        pool.release(keys)
+                pages, found = read_pages(pool, layer, request * apart, step[layer], microbatch_pages)
+                wanted += pages
+                hits += found
     pool.check_integrity()
     return PoolUse(wanted_pages=wanted, hit_pages=hits, evicted_pages=pool.evictions - evicted)
 

@@ -169,6 +169,7 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
         ({"num_threads": -1}, "hybrid_sparse.num_threads=-1: must be 0 to 1024"),
         ({"num_threads": [2]}, "hybrid_sparse.num_threads=[2]: must be a whole number, 0 to 1024"),
         ({"device": "cuda"}, "hybrid_sparse.device='cuda': must be one of none, emulated"),
+        ({"device": "emulated", "admission": "all"}, "hybrid_sparse.admission='all': must be one of working_set, none"),
         ({"device": "emulated", "host_share": "all"}, "hybrid_sparse.host_share='all': must be one of none, uniform"),
         ({"log_interval_s": -1}, "hybrid_sparse.log_interval_s=-1: must be 0 or more, finite"),
         ({"log_interval_s": float("inf")}, "hybrid_sparse.log_interval_s=inf: must be 0 or more, finite"),
@@ -244,9 +245,12 @@ def test_a_device_has_a_pool_and_nothing_else_has() -> None:
         "cyclic",
         "none",
     )
+    assert device.admission == "working_set"
     assert HybridSparseConfig().device_pool_pages is None
-    message = refusal_of({"device_pool_pages": 64})
-    assert message == "hybrid_sparse.device_pool_pages=64: used by device emulated only, and the device is none"
+    assert HybridSparseConfig().admission is None
+    for name, value in (("device_pool_pages", 64), ("admission", "none")):
+        message = refusal_of({name: value})
+        assert message == f"hybrid_sparse.{name}={value!r}: used by device emulated only, and the device is none"
 
 
 @pytest.mark.parametrize(

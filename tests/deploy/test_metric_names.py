@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.files import DEPLOY, RULES, load_dashboard, load_yaml
-from vllm_hybrid_sparse.glue.metric_families import COUNTERS, GAUGES, LABELS, PREFIX, exposed_names
+from vllm_hybrid_sparse.glue.metric_families import COUNTERS, DEVICE_COUNTERS, GAUGES, LABELS, PREFIX, exposed_names
 
 _NAME = re.compile(r"\b(?:vllm:|vllm_hybrid_sparse_)[a-zA-Z_]+")
 _RECORDED = re.compile(r"\bmodel:vllm_hybrid_sparse_\w+:\w+")
@@ -66,11 +66,11 @@ def test_rules_that_are_asked_for_are_recorded() -> None:
 
 
 def test_names_follow_prometheus() -> None:
-    for family in COUNTERS:
+    for family in (*COUNTERS, *DEVICE_COUNTERS):
         assert re.fullmatch(r"vllm_hybrid_sparse_[a-z_]+_total", family.name)
     for family in GAUGES:
         assert re.fullmatch(r"vllm_hybrid_sparse_[a-z_]+_bytes", family.name)
-    assert len(exposed_names()) == len(COUNTERS) + len(GAUGES) + 2
+    assert len(exposed_names()) == len(COUNTERS) + len(DEVICE_COUNTERS) + len(GAUGES) + 2
     assert LABELS == ("model_name", "engine")
 
 

@@ -1,6 +1,7 @@
 """The way of a worker's figures to an API server's metrics, through vLLM's own classes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,12 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_hybrid_sparse.glue import plugin
-from vllm_hybrid_sparse.glue.metric_families import COUNTERS, PREFIX, exposed_names
+from vllm_hybrid_sparse.glue.metric_families import COUNTERS, DEVICE_COUNTERS, PREFIX, exposed_names
 from vllm_hybrid_sparse.glue.registration import member
 from vllm_hybrid_sparse.glue.stat_logger import HybridSparseStatLogger, _unregister_ours
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport, take_report
 from vllm_hybrid_sparse.load.prometheus import total
-from vllm_hybrid_sparse.metrics import DecodeStats
+from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 
 DECODE = DecodeStats(
     rows=1,
@@ -36,6 +37,21 @@ DECODE = DecodeStats(
     judged=10,
     kept_mass=9.5,
     microbatches=11,
+)
+TIERS = TierStats(
+    groups=2,
+    pages_wanted=100,
+    pages_hit=60,
+    pages_fetched=40,
+    pages_evicted=30,
+    pages_wasted=5,
+    pages_on_host=9,
+    groups_on_host=1,
+    microbatches=11,
+    failed_loads=3,
+    device_busy_s=0.25,
+    host_busy_s=0.125,
+    step_s=0.5,
 )
 REPORT = WorkerReport(
     decode=DECODE, host_kv_bytes=2**33, packed_bytes=4096, isa="avx512", threads=2, thread_pool="openmp"
@@ -108,6 +124,21 @@ def test_every_sum_has_a_counter_that_grows_by_the_steps_difference() -> None:
     assert total(text, f"{PREFIX}packed_bytes") == 4096
 
 
+def test_a_device_s_sums_have_counters_and_without_a_device_there_are_none() -> None:
+    with_device = replace(REPORT, tiers=TIERS)
+    assert take_report(received(with_device)) == with_device
+    HybridSparseStatLogger(config(), [0]).record(received(REPORT), None)
+    for family in DEVICE_COUNTERS:
+        assert total(exposed(), family.name) is None, family.name
+    logger = HybridSparseStatLogger(config(device="emulated"), [0])
+    for family in DEVICE_COUNTERS:
+        assert total(exposed(), family.name) == 0.0, family.name
+    for _ in range(2):
+        logger.record(received(with_device), None)
+    for family in DEVICE_COUNTERS:
+        assert total(exposed(), family.name) == 2 * getattr(TIERS, family.field) > 0, family.name
+
+
 def test_engines_are_told_apart_and_one_that_is_not_ours_is_not_counted() -> None:
     logger = HybridSparseStatLogger(config(), [0, 1])
     logger.record(received(REPORT), None, engine_idx=1)
@@ -136,8 +167,8 @@ def test_a_second_engine_of_a_process_begins_anew() -> None:
 
 
 def test_exposed_names_are_those_of_the_registry() -> None:
-    logger = HybridSparseStatLogger(config(), [0])
-    logger.record(received(REPORT), None)
+    logger = HybridSparseStatLogger(config(device="emulated"), [0])
+    logger.record(received(replace(REPORT, tiers=TIERS)), None)
     names = {line.partition("{")[0] for line in exposed().splitlines() if line.startswith(PREFIX)}
     assert {name for name in names if not name.endswith("_created")} == exposed_names()
 

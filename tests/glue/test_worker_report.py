@@ -17,7 +17,7 @@ from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.glue import worker as worker_module
 from vllm_hybrid_sparse.glue.worker import HybridSparseCPUWorker, _bytes_of
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport, take_report
-from vllm_hybrid_sparse.metrics import DecodeStats, Interval
+from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 
 STEP = DecodeStats(rows=2, selections=4, pages_total=40, pages_read=10, total_bytes=4000, read_bytes=1000)
@@ -69,6 +69,17 @@ def test_each_step_reports_what_it_read(steps: Steps) -> None:
     assert [report and report.decode for report in reports] == [STEP, later]
     assert reports[0] is not None
     assert (reports[0].host_kv_bytes, reports[0].threads, reports[0].thread_pool) == (4096, 1, "own")
+
+
+def test_each_step_reports_what_its_device_did(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [report and report.tiers for report in [steps.step(STEP)]] == [None]
+    did = TierStats(groups=4, pages_wanted=10, pages_hit=9)
+    monkeypatch.setattr(steps.worker._runtime, "take_tier_stats", lambda: did)
+    reports = [steps.step(STEP), steps.step(STEP)]
+    assert [report and report.tiers for report in reports] == [did, did]
+    steps.worker.shutdown()
+    assert len(steps.lines) == 2
+    assert "device pool hit 90.0 % of 20 pages" in steps.lines[1]
 
 
 def test_a_step_without_decoding_reports_nothing(steps: Steps) -> None:

@@ -62,7 +62,8 @@ def test_rows_are_those_of_the_references(policy: str, host_share: str) -> None:
         assert len(excuses) <= 4, excuses
         stats = model.tier.take_stats()
         assert stats.groups == 4 * len(LENGTHS) * 2
-        assert (stats.groups_on_host > 0) == (host_share != "none")
+        assert (stats.groups_on_host > 0) == (stats.host_busy_s > 0) == (host_share != "none")
+        assert stats.device_busy_s + stats.host_busy_s < 2 * stats.step_s
         assert stats.pages_hit + stats.pages_fetched == stats.pages_wanted
 
 

@@ -1,4 +1,8 @@
-"""Random lives of requests on two tiers: every row that is decoded is attention over its own tokens."""
+"""Random lives of requests on two tiers, loads that fail among them: each decoded row attends to its own tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -7,11 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.kernels.served_layer import Request, Shape
 from tests.kernels.step_checks import check_step
 from tests.runtime.tiered_layer import TieredModel
+from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
 
 LAYERS, BLOCKS, BLOCK_TOKENS = 2, 14, 32
 SETTINGS = (
     {"policy": "dense", "device_pool_pages": 32},
     {"policy": "dense", "device_pool_pages": 90, "device_pool": "per_layer", "device_eviction": "fifo"},
+    {"policy": "dense", "device_pool_pages": 50, "device_eviction": "lru", "host_share": "length"},
     {"policy": "topk", "topk_pages": 3, "summary": "minmax", "device_pool_pages": 40, "host_share": "queue"},
     {"policy": "progressive", "threshold": 1.0, "microbatch_pages": 2, "device_pool_pages": 8, "host_share": "uniform"},
 )
@@ -26,6 +33,16 @@ class StepStates(RuleBasedStateMachine):
         shape = Shape(head_dim=16, block_tokens=BLOCK_TOKENS)
         self.model = TieredModel({**retained, **chosen}, shape=shape, layers=LAYERS, num_blocks=BLOCKS)
         self.requests: list[list[Request]] = []
+        self.broken: set[tuple[int, int]] = set()  # blocks of a layer that the loader cannot read
+        read = HostPages.read
+
+        def failing(pages: HostPages, keys: Sequence[PageKey]) -> Any:
+            if self.broken & {(key.layer, key.page * PAGE_TOKENS // BLOCK_TOKENS) for key in keys}:
+                raise OSError("uncorrectable memory error")
+            return read(pages, keys)
+
+        self.loading = patch.object(HostPages, "read", failing)
+        self.loading.start()
 
     @property
     def free_tokens(self) -> int:
@@ -73,8 +90,14 @@ class StepStates(RuleBasedStateMachine):
             shared = {block for other in self.requests for block in other[index].blocks}
             layer.free_blocks[:0] = [block for block in request[index].blocks if block not in shared]
 
+    @rule(layer=st.integers(0, LAYERS - 1), block=st.integers(0, BLOCKS - 1))
+    def fail(self, layer: int, block: int) -> None:
+        """A block cannot be read any more, or can again."""
+        self.broken ^= {(layer, block)}
+
     def teardown(self) -> None:
         if hasattr(self, "model"):
+            self.loading.stop()
             self.model.settle()
             self.model.tier.close()
 

@@ -1,4 +1,4 @@
-"""Requests served through the emulated device answer as stock vLLM does, with a pool that every step overflows."""
+"""Requests served side by side through the emulated device answer as stock vLLM does, whatever fits its pool."""
 
 import re
 from pathlib import Path
@@ -68,7 +68,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     jobs = [_job("stock", model)]
     for name, settings in SMALLEST.items():
         ours = {"attention_backend": "hybrid_sparse", "block_size": 32, "kv_cache_memory_bytes": 12 << 20}
-        device = {"hybrid_sparse": {"device": "emulated", **settings}}
+        device = {"hybrid_sparse": {"device": "emulated", "admission": "none", **settings}}
         jobs.append(_job(name, model, **ours, additional_config=device))
     per_layer = SMALLEST["progressive"] | {"device_pool_pages": 47}
     refused = {"hybrid_sparse": {"device": "emulated", **per_layer}}
@@ -109,7 +109,7 @@ def test_smollm2_over_http_answers_as_stock(setting: str, smollm2: Path, tmp_pat
     made = shared_prefix_prompts(load_tokenizer(smollm2))
     asked = [made[0][:500], made[1][:330], made[2][:45]]
     shared = [*stock_args("float32", 1024, kv_cache_bytes=160 << 20), "--enforce-eager", "--max-num-batched-tokens=256"]
-    ours = our_args(device="emulated", log_interval_s=1, **SMALLEST[setting])
+    ours = our_args(device="emulated", admission="none", log_interval_s=1, **SMALLEST[setting])
     answers = []
     for name, args in (("stock", shared), ("ours", shared + ours)):
         with Server(smollm2, args, server_env(), tmp_path / f"{name}.log") as server:

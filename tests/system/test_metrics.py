@@ -13,7 +13,7 @@ from tests.system.test_families import byte_prompts
 from tests.system.tiny_models import make_tiny_model
 from tests.system.variants import START_TIMEOUT_S, our_args, server_env, stock_args
 from vllm_hybrid_sparse.cli.server import Server
-from vllm_hybrid_sparse.glue.metric_families import COUNTERS, PREFIX
+from vllm_hybrid_sparse.glue.metric_families import COUNTERS, DEVICE_COUNTERS, PREFIX
 from vllm_hybrid_sparse.load.prometheus import total
 from vllm_hybrid_sparse.values import summary_bytes
 
@@ -58,6 +58,11 @@ def expected_counters(prompts: list[list[int]]) -> dict[str, float]:
         "streaming": 0,
         "anchor_bytes": 0,
     }
+
+
+def device_counters(exposition: str) -> dict[str, float]:
+    found = {family.field: total(exposition, family.name) for family in DEVICE_COUNTERS}
+    return {field: value for field, value in found.items() if value is not None}
 
 
 def counters(exposition: str) -> dict[str, float | None]:
@@ -115,6 +120,34 @@ def test_two_api_servers_expose_one_sum(model: Path, tmp_path: Path) -> None:
         seen = [counters(two.metrics()) for _ in range(6)]
         assert all(values == expected_counters(PROMPTS * 3) for values in seen)
         assert {metric(two, f"{PREFIX}host_kv_bytes") for _ in range(6)} == {seen_by_one(two)}
+        assert not device_counters(two.metrics()), "there is no device"
+        each = [rows_counted_by(file, tmp_path) for file in sorted(kept.glob("counter_*.db"))]
+        assert sum(rows > 0 for rows in each) == 2, each
+
+
+def test_a_device_is_counted_by_two_api_servers_as_by_one(model: Path, tmp_path: Path) -> None:
+    """The pool was asked for what decoding read; every page was there or copied; and the host took some groups."""
+    kept = tmp_path / "prometheus"
+    kept.mkdir()
+    env = {**server_env(), "PROMETHEUS_MULTIPROC_DIR": str(kept)}
+    device = our_args(policy="topk", topk_pages=TOPK_PAGES, device="emulated", host_share="uniform")
+    args = [*SELECTED, *device, "--api-server-count=2"]
+    with Server(model, args, env, tmp_path / "server.log") as two:
+        two.wait_ready(START_TIMEOUT_S)
+        for prompt in PROMPTS:
+            complete(named(two), [prompt] * 3, ANSWER_TOKENS, concurrency=1)
+        seen = [device_counters(two.metrics()) for _ in range(6)]
+        sums = seen[0]
+        assert all(values == sums for values in seen)
+        read = expected_counters(PROMPTS * 3)["pages_read"]
+        assert sums["pages_wanted"] + sums["pages_on_host"] == read
+        assert sums["pages_hit"] + sums["pages_fetched"] == sums["pages_wanted"]
+        assert 0 < sums["pages_fetched"] < sums["pages_hit"]
+        assert 0 < sums["groups_on_host"] < expected_counters(PROMPTS * 3)["selections"]
+        assert 0 < sums["pages_on_host"] <= TOPK_PAGES * sums["groups_on_host"]
+        assert 0 < sums["device_busy_s"] < sums["step_s"]
+        assert 0 < sums["host_busy_s"] < sums["step_s"]
+        assert sums["failed_loads"] == 0
         each = [rows_counted_by(file, tmp_path) for file in sorted(kept.glob("counter_*.db"))]
         assert sum(rows > 0 for rows in each) == 2, each
 

@@ -15,7 +15,7 @@ class Family:
     """One metric."""
 
     name: str  # as it is exposed
-    field: str  # counters: of `DecodeStats`; gauges: of `WorkerReport`
+    field: str  # counters: of `DecodeStats`; device counters: of `TierStats`; gauges: of `WorkerReport`
     help: str
 
 
@@ -39,6 +39,24 @@ COUNTERS = tuple(
     )
 )
 
+# Only where a device is. What a device has in common with the host alone is counted above: pages wasted, microbatches,
+# early stops and the mass kept.
+DEVICE_COUNTERS = tuple(
+    Family(f"{PREFIX}{name}_total", field, text)
+    for name, field, text in (
+        ("device_wanted_pages", "pages_wanted", "Pages that decode rows asked of the device pool."),
+        ("device_hit_pages", "pages_hit", "Pages of those wanted that the device pool had."),
+        ("device_fetched_pages", "pages_fetched", "Pages of those wanted that were copied from host memory."),
+        ("device_evicted_pages", "pages_evicted", "Pages that made room for others in the device pool."),
+        ("device_failed_loads", "failed_loads", "Loads for a selection that failed; the host attended their pages."),
+        ("device_busy_seconds", "device_busy_s", "Time that the device attended."),
+        ("host_busy_seconds", "host_busy_s", "Time that the host attended selections that it had taken."),
+        ("device_step_seconds", "step_s", "Time that decode rows took on device and host, all layers."),
+        ("host_selections", "groups_on_host", "Selections that the host took and attended beside the device."),
+        ("host_pages", "pages_on_host", "Pages that the host attended for the selections that it had taken."),
+    )
+)
+
 GAUGES = tuple(
     Family(f"{PREFIX}{name}", field, text)
     for name, field, text in (
@@ -54,4 +72,4 @@ HOST_INFO_LABELS = ("isa", "threads", "thread_pool")
 
 def exposed_names() -> frozenset[str]:
     """Every name that a dashboard or a rule may ask for."""
-    return frozenset({SETTINGS_INFO, HOST_INFO, *(family.name for family in (*COUNTERS, *GAUGES))})
+    return frozenset({SETTINGS_INFO, HOST_INFO, *(family.name for family in (*COUNTERS, *DEVICE_COUNTERS, *GAUGES))})

@@ -72,6 +72,10 @@ def _hook_cpu_platform(platform: Any) -> None:
             if vllm_config.parallel_config.worker_cls == "auto":
                 vllm_config.parallel_config.worker_cls = WORKER_PATH
         update_config(cls, vllm_config)
+        if is_selected(vllm_config.attention_config.backend):
+            from vllm_hybrid_sparse.glue.scheduler_choice import choose_scheduler  # noqa: PLC0415
+
+            choose_scheduler(vllm_config)  # after vLLM has settled async scheduling
 
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     platform.check_and_update_config = classmethod(check_and_update_config)

@@ -1,5 +1,6 @@
 """Adds the workers' figures to the Prometheus metrics of an API server, beside vLLM's own."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -9,15 +10,18 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.glue.metric_families import (
     COUNTERS,
+    DEVICE_COUNTERS,
     GAUGES,
     HOST_INFO,
     HOST_INFO_LABELS,
     LABELS,
     PREFIX,
     SETTINGS_INFO,
+    Family,
 )
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.glue.worker_report import take_report
+from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 
 
 class HybridSparseStatLogger(AggregateStatLoggerBase):
@@ -31,13 +35,20 @@ class HybridSparseStatLogger(AggregateStatLoggerBase):
         _unregister_ours()
         model_name = vllm_config.model_config.served_model_name
         self._labels = {index: (model_name, str(index)) for index in engine_indexes}
-        self._counters = {}
-        for family in COUNTERS:
-            counter = Counter(family.name, family.help, labelnames=LABELS)
-            self._counters[family.field] = {index: counter.labels(*labels) for index, labels in self._labels.items()}
+        settings = settings_of(vllm_config)
+        self._counters = self._make_counters(COUNTERS)
+        self._device_counters = self._make_counters(DEVICE_COUNTERS if settings.device != "none" else ())
         self._gauges = {family.field: _gauge(family.name, family.help, LABELS) for family in GAUGES}
         self._host_info = _gauge(HOST_INFO, "What the settings became on the machine.", (*LABELS, *HOST_INFO_LABELS))
-        self._show_settings(settings_of(vllm_config))
+        self._show_settings(settings)
+
+    def _make_counters(self, families: Sequence[Family]) -> dict[str, dict[int, Counter]]:
+        """Counters by field and engine, all of them at 0."""
+        made = {family.field: Counter(family.name, family.help, labelnames=LABELS) for family in families}
+        return {
+            field: {index: counter.labels(*labels) for index, labels in self._labels.items()}
+            for field, counter in made.items()
+        }
 
     def _show_settings(self, settings: HybridSparseConfig) -> None:
         values = {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
@@ -57,9 +68,9 @@ class HybridSparseStatLogger(AggregateStatLoggerBase):
         report = take_report(scheduler_stats)
         if report is None or engine_idx not in self._labels:
             return
-        for field, of_engine in self._counters.items():
-            if amount := getattr(report.decode, field):
-                of_engine[engine_idx].inc(amount)
+        _count(self._counters, report.decode, engine_idx)
+        if report.tiers is not None:
+            _count(self._device_counters, report.tiers, engine_idx)
         labels = self._labels[engine_idx]
         for field, gauge in self._gauges.items():
             gauge.labels(*labels).set(getattr(report, field))
@@ -67,6 +78,12 @@ class HybridSparseStatLogger(AggregateStatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Nothing: the settings were shown when the logger was made."""
+
+
+def _count(counters: dict[str, dict[int, Counter]], sums: DecodeStats | TierStats, engine_idx: int) -> None:
+    for field, of_engine in counters.items():
+        if amount := getattr(sums, field):
+            of_engine[engine_idx].inc(amount)
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...]) -> Gauge:

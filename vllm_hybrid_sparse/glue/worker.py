@@ -14,7 +14,7 @@ from vllm_hybrid_sparse.glue.impl import HybridSparseImpl
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport
 from vllm_hybrid_sparse.memory.prefault import prefault
-from vllm_hybrid_sparse.metrics import DecodeStats, Interval
+from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 from vllm_hybrid_sparse.runtime.host import host_runtime
 
 logger = init_logger("vllm.hybrid_sparse")
@@ -70,18 +70,18 @@ class HybridSparseCPUWorker(CPUWorker):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The end of a step: its tokens, with a report of what was read for them.
 
-        Every log_interval_s with decoding in it, a line in the log says the same of that time.
+        Every log_interval_s with decoding in it, lines in the log say the same of that time.
         """
         output = super().sample_tokens(grammar_output)
-        stats = self._runtime.take_stats()
+        stats, tiers = self._runtime.take_stats(), self._runtime.take_tier_stats()
         if not stats.rows:
             return output
         now_s = time.monotonic()
-        self._interval.add(stats, now_s)
+        self._interval.add(stats, tiers, now_s)
         if self._logs and self._interval.due(now_s):
-            self._write_line()
+            self._write_lines()
         if self._reports and isinstance(output, ModelRunnerOutput):
-            return self._report(stats).attach(output)
+            return self._report(stats, tiers).attach(output)
         return output
 
     def _loaded_blocks(self, scheduler_output: Any) -> torch.Tensor | None:
@@ -119,14 +119,15 @@ class HybridSparseCPUWorker(CPUWorker):
     def shutdown(self) -> None:
         """Log what the last interval left, and end the device tier's threads."""
         if self._ready and self._logs:
-            self._write_line()
+            self._write_lines()
         if self._ready:
             self._runtime.close()
         super().shutdown()
 
-    def _report(self, stats: DecodeStats) -> WorkerReport:
+    def _report(self, stats: DecodeStats, tiers: TierStats | None) -> WorkerReport:
         return WorkerReport(
             decode=stats,
+            tiers=tiers,
             host_kv_bytes=self._host_kv_bytes,
             packed_bytes=self._runtime.packed_bytes,
             isa=self._runtime.isa,
@@ -134,12 +135,9 @@ class HybridSparseCPUWorker(CPUWorker):
             thread_pool=self._runtime.helpers,
         )
 
-    def _write_line(self) -> None:
-        if line := self._interval.take(self._runtime.packed_bytes):
+    def _write_lines(self) -> None:
+        for line in self._interval.take(self._runtime.packed_bytes):
             logger.info("%s", line)
-        tier = self._runtime.device_tier
-        if tier is not None and (tier_stats := tier.take_stats()).groups:
-            logger.info("%s", tier_stats.describe())
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:

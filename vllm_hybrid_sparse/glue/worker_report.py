@@ -16,7 +16,7 @@ from typing import Any
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
 from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
 
-from vllm_hybrid_sparse.metrics import DecodeStats
+from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 
 _KEY = "hybrid_sparse"
 
@@ -26,6 +26,7 @@ class WorkerReport:
     """What a worker says with one step."""
 
     decode: DecodeStats  # since its last report
+    tiers: TierStats | None = None  # likewise; None without a device
     host_kv_bytes: int  # that hold the KV cache
     packed_bytes: int  # that HGCA's packed copies hold
     isa: str  # instruction set of the kernels
@@ -46,4 +47,6 @@ def take_report(scheduler_stats: Any) -> WorkerReport | None:
         return None
     scheduler_stats.ec_connector_stats = None
     report: dict[str, Any] = carried[_KEY]
-    return WorkerReport(**{**report, "decode": DecodeStats(**report["decode"])})
+    tiers = report["tiers"]
+    sums = {"decode": DecodeStats(**report["decode"]), "tiers": None if tiers is None else TierStats(**tiers)}
+    return WorkerReport(**{**report, **sums})

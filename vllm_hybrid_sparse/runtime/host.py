@@ -12,7 +12,7 @@ from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, make_thread_pool, native_selection
-from vllm_hybrid_sparse.metrics import DecodeStats
+from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
@@ -168,6 +168,10 @@ class HostRuntime:
             layer_rows += stats.selections // self.device_tier.kv_heads
             total = total + stats
         return replace(total, rows=layer_rows // self._layers if self._layers else 0)
+
+    def take_tier_stats(self) -> TierStats | None:
+        """What device and host did since the last call; None without a device."""
+        return self.device_tier.take_stats() if self.device_tier is not None else None
 
 
 @lru_cache(maxsize=1)

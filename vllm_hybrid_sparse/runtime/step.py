@@ -107,7 +107,7 @@ class TieredLayer:
         queue = TaskQueue(self._plan(self._tasks(step, readings, scores)))
         attending = tier.launcher.submit(tier.side.run, rows, self._waves(queue, readings))
         try:
-            hosted = self._read_on_host(step, queue, readings)
+            hosted, host_busy_s = self._read_on_host(step, queue, readings)
         finally:
             wait([attending])  # nothing of this step may still run when it has failed
         selected = self._finish(step, attending)
@@ -117,7 +117,9 @@ class TieredLayer:
         pages = {group: selected.pages_read.get(group, 0) for group in readings}
         pages |= {group: result.pages_read for group, result in hosted.items()}
         self.last_pages = {group: readings[group].pages[:count] for group, count in pages.items()}
-        self._count(step, retained.stats + selected.stats, readings, hosted, shares, time.perf_counter() - started)
+        step_s = time.perf_counter() - started
+        tiers = retained.stats + selected.stats + TierStats(host_busy_s=host_busy_s, step_s=step_s)
+        self._count(step, tiers, readings, hosted, shares)
 
     def _start_retained(self, step: _Step) -> Future[DeviceResult]:
         """Have the device attend to the retained sets."""
@@ -178,22 +180,23 @@ class TieredLayer:
 
     def _read_on_host(
         self, step: _Step, queue: TaskQueue, readings: Mapping[GroupKey, Reading]
-    ) -> dict[GroupKey, HostResult]:
-        """Work for the host until the queue has nothing for it."""
-        results = {}
+    ) -> tuple[dict[GroupKey, HostResult], float]:
+        """Work for the host until the queue has nothing for it; what came of it, and the time that it took."""
+        results, busy_s = {}, 0.0
         while task := queue.take_for_host():
+            started = time.perf_counter()
             group, table = task.group, step.batch.block_tables[task.group.row]
             results[group] = self._host.read(step.query(group), step.kv_cache, table, readings[group], step.lse(group))
-        return results
+            busy_s += time.perf_counter() - started
+        return results, busy_s
 
     def _count(
         self,
         step: _Step,
-        device: TierStats,
+        tiers: TierStats,
         readings: Mapping[GroupKey, Reading],
         hosted: Mapping[GroupKey, HostResult],
         shares: Mapping[GroupKey, float],
-        step_s: float,
     ) -> None:
         kept, stops = 0.0, 0
         looked = [group for group, reading in readings.items() if reading.threshold is not None]
@@ -210,7 +213,7 @@ class TieredLayer:
         scored = sum(end - first for first, end in map(self._ranker.scored_pages, step.batch.seq_lens))
         summaries = scored * self._attention.num_kv_heads * layout.summary_bytes
         self._tier.count(
-            device
+            tiers
             + TierStats(
                 groups=len(readings),
                 groups_on_host=len(hosted),
@@ -218,19 +221,18 @@ class TieredLayer:
                 early_stops=stops,
                 looked_groups=len(looked),
                 kept_mass=kept,
-                step_s=step_s,
             ),
             DecodeStats(
                 selections=len(readings),
                 pages_total=pages,
                 pages_read=read,
-                pages_wasted=device.pages_wasted,
+                pages_wasted=tiers.pages_wasted,
                 total_bytes=pages * layout.page_bytes,
-                read_bytes=(read + device.pages_wasted) * layout.page_bytes + summaries,
+                read_bytes=(read + tiers.pages_wasted) * layout.page_bytes + summaries,
                 summary_bytes=summaries,
                 early_stops=stops,
                 judged=len(looked),
                 kept_mass=kept,
-                microbatches=device.microbatches,
+                microbatches=tiers.microbatches,
             ),
         )

@@ -17,7 +17,7 @@ from vllm_hybrid_sparse.memory.transfers import Loader
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 from vllm_hybrid_sparse.runtime.device_side import DeviceSide
 from vllm_hybrid_sparse.runtime.emulated import EmulatedDevice
-from vllm_hybrid_sparse.values import MICROBATCHES_IN_FLIGHT, PAGE_TOKENS, PageKey
+from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class DeviceTier:
 
 def group_pages(settings: HybridSparseConfig) -> int:
     """Slots that one group needs while it is read: of the microbatch that is attended and of the one that is loaded."""
-    return MICROBATCHES_IN_FLIGHT * settings.selection.microbatch_pages
+    return settings.selection.pages_in_flight
 
 
 def _addresses(kv_caches: Sequence[Tensor]) -> list[int]:

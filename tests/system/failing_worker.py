@@ -1,0 +1,28 @@
+"""A worker whose loader cannot read one page, for `--worker-cls`: the way of an error through a real server."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_hybrid_sparse.glue.worker import HybridSparseCPUWorker
+from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.values import PageKey
+
+REASON = "uncorrectable memory error"
+
+
+class FailingLoads(HybridSparseCPUWorker):
+    """The first page that the loader is asked for can never be copied to the device, whichever request has it."""
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Break the loader once the KV memory is there."""
+        super().initialize_from_config(kv_cache_config)
+        read = HostPages.read
+        broken: list[PageKey] = []
+
+        def failing(pages: HostPages, keys: Sequence[PageKey]) -> Any:
+            broken.extend(keys[: not broken])
+            if broken[0] in keys:
+                raise OSError(REASON)
+            return read(pages, keys)
+
+        HostPages.read = failing  # type: ignore[method-assign]

@@ -1,0 +1,80 @@
+"""vLLM's schedulers, which admit to the running batch what the device pool serves side by side."""
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_hybrid_sparse.glue.settings import settings_of
+from vllm_hybrid_sparse.policy.admission import Admission
+
+logger = init_logger("vllm.hybrid_sparse")
+
+
+class _AdmitsByWorkingSet:
+    """Vets each waiting request before vLLM's scheduler looks at it; all else is vLLM's.
+
+    vLLM asks for `max_num_active_reqs` before each request that it might take from its queues. The answer is what the
+    user configured where the next one's working set fits beside those that run, and else as many as run, which ends
+    vLLM's search: none overtakes, in whichever order vLLM keeps its queues. Running requests end or are preempted, and
+    one always may run, so every request gets its turn. A prompt that is being computed needs no slot yet and counts:
+    it goes on to decode, and then it is too late.
+    """
+
+    vllm_config: Any  # these are the scheduler's behind it
+    kv_cache_config: Any
+    max_model_len: int
+    running: list[Any]
+    waiting: Any
+    kv_holding_waiting: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = settings_of(self.vllm_config)
+        groups = self.kv_cache_config.kv_cache_groups
+        layers = sum(len(group.layer_names) for group in groups)
+        self._admission: Admission | None = None
+        if settings.device_pool_pages is None or not layers:
+            return
+        self._admission = Admission(
+            retained=settings.retained,
+            selection=settings.selection,
+            kv_heads=max(group.kv_cache_spec.num_kv_heads for group in groups),
+            layer_pages=settings.device_pool_pages // layers,
+        )
+        logger.info(
+            "hybrid_sparse: requests are admitted by their working sets: %d pages of a layer for one of %d tokens, and "
+            "the device pool has %d",
+            self._admission.working_set_pages(self.max_model_len),
+            self.max_model_len,
+            self._admission.layer_pages,
+        )
+
+    @property
+    def max_num_active_reqs(self) -> int:
+        """How many requests may run, for the request that vLLM would take next."""
+        queue = self.kv_holding_waiting or self.waiting
+        if not queue or self._admission is None:
+            return self._configured_active_reqs
+        running = [self._most_tokens(request) for request in self.running]
+        if self._admission.admits(running, self._most_tokens(queue.peek_request())):
+            return self._configured_active_reqs
+        return min(self._configured_active_reqs, len(running))
+
+    @max_num_active_reqs.setter
+    def max_num_active_reqs(self, configured: int) -> None:
+        self._configured_active_reqs = configured
+
+    def _most_tokens(self, request: Any) -> int:
+        """The most tokens that the request may come to, prompt and answer."""
+        wanted: int = request.num_prompt_tokens + request.max_tokens
+        return min(wanted, self.max_model_len)
+
+
+class HybridSparseScheduler(_AdmitsByWorkingSet, Scheduler):
+    """With the order of vLLM's synchronous scheduler."""
+
+
+class HybridSparseAsyncScheduler(_AdmitsByWorkingSet, AsyncScheduler):
+    """With the order of vLLM's asynchronous scheduler."""
