@@ -246,7 +246,7 @@ class HybridSparseConfig:
         "none",
         DEVICES,
         "where decode rows attend: none, on the CPU where the pages lie; emulated, through a pool of page slots and "
-        "threads that stand for a GPU and its streams (slow: for tests and for studying the pool); cuda, on a GPU beside "
+        "threads that stand for a GPU and its streams (slow: for tests and for studying the pool); cuda, on a GPU and "
         "its host, which is what vLLM's CUDA platform gets by default and the only one it takes",
     )
     device_pool_pages: int | None = _setting(

@@ -26,7 +26,7 @@ def test_a_host_device_is_refused_on_cuda(device: str) -> None:
 
 def test_cuda_is_refused_on_this_machine_s_platform() -> None:
     config = SimpleNamespace(additional_config={"hybrid_sparse": {"device": "cuda"}})
-    with pytest.raises(ConfigError, match="hybrid_sparse.device='cuda': needs vLLM's CUDA build and a GPU"):
+    with pytest.raises(ConfigError, match=r"hybrid_sparse\.device='cuda': needs vLLM's CUDA build and a GPU"):
         settings_of(config)
 
 
