@@ -246,7 +246,9 @@ def test_a_device_has_a_pool_and_nothing_else_has() -> None:
     )
     assert HybridSparseConfig().device_pool_pages is None
     message = refusal_of({"device_pool_pages": 64})
-    assert message == "hybrid_sparse.device_pool_pages=64: used by device emulated and cuda only, and the device is none"
+    assert (
+        message == "hybrid_sparse.device_pool_pages=64: used by device emulated and cuda only, and the device is none"
+    )
 
 
 @pytest.mark.parametrize(
