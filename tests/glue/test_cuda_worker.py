@@ -10,6 +10,8 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu_worker import Worker
@@ -24,7 +26,9 @@ from vllm_hybrid_sparse.glue.backend import HybridSparseBackend
 from vllm_hybrid_sparse.glue.cuda_worker import HybridSparseCUDAWorker, allocated_on_host, follow, one_of_each_storage
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadataBuilder
 from vllm_hybrid_sparse.glue.support import _refuse_on_cuda
+from vllm_hybrid_sparse.glue.worker_report import take_report
 from vllm_hybrid_sparse.kernels.dense_attention.reference import attend_dense
+from vllm_hybrid_sparse.metrics import Interval
 from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 
@@ -138,7 +142,7 @@ def test_vllm_counts_blocks_by_host_memory_and_the_pool_gets_what_profiling_leav
     assert worker.determine_available_memory() == (asked or 10 * GIB)
     assert seen == [None]
     assert worker.cache_config.kv_cache_memory_bytes == asked
-    working = 4 * KV_HEADS * 128 * 16 * HEAD_DIM * 4 + 6 * 1000 * Q_HEADS * (HEAD_DIM + 1) * 4
+    working = 4 * KV_HEADS * 128 * 16 * HEAD_DIM * 4 + 8 * 1000 * Q_HEADS * (HEAD_DIM + 1) * 4
     assert worker._pool_bytes == 20 * GIB - working
 
 
@@ -244,6 +248,28 @@ def test_copied_blocks_are_read_by_the_step_that_copies_them(served: Served) -> 
     copies = [KVCacheBlockCopy(src_block_id=1, dst_block_id=4)]
     served.step([("b", 1, True)], scheduled_new_reqs=[new_request("b", [6, 4])], kv_cache_block_copies=copies)
     served.step([("b", 1, False)], scheduled_cached_reqs=cached({"b": None}))
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_the_figures_ride_on_the_output_of_either_runner(
+    served: Served, promised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Promise(AsyncModelRunnerOutput):
+        def get_output(self) -> ModelRunnerOutput:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+
+    ending = Promise() if promised else EMPTY_MODEL_RUNNER_OUTPUT
+    monkeypatch.setattr(Worker, "sample_tokens", lambda *_: ending)
+    worker = served.worker
+    worker._interval, worker._logs, worker._reports, worker._host_kv_bytes = Interval(0.0), False, True, 5
+    served.runtime._layers = 1
+    assert worker.sample_tokens(None) is EMPTY_MODEL_RUNNER_OUTPUT  # nothing was decoded
+    served.step([("a", 40, True)], scheduled_new_reqs=[new_request("a", [6, 1])])
+    served.step([("a", 1, False)], scheduled_cached_reqs=cached({"a": None}))
+    carried = worker.sample_tokens(None).ec_connector_output.ec_connector_stats
+    report = take_report(SchedulerStats(ec_connector_stats=carried.data))
+    assert report is not None
+    assert (report.decode.rows, report.decode.selections) == (1, KV_HEADS)
 
 
 def test_a_made_up_step_has_no_batch(served: Served) -> None:

@@ -18,8 +18,9 @@ from vllm_hybrid_sparse.runtime.prefill import StreamedPrefill
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 
-_PARTIAL_RESULTS = 6
-"""Of a batch's rows that are in memory at once: two that are merged, the merged one, and copies that kernels make."""
+_PARTIAL_RESULTS = 8
+"""Of a batch's rows that may be in memory at once: two that are merged, the merged one, queries, repeated K and V, and
+the copies that kernels make. Counted, not measured."""
 
 
 class CudaLayers:

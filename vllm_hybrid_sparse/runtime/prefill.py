@@ -46,7 +46,7 @@ class StreamedPrefill:
         key, value      [tokens, kv_heads, head_dim]   of the batch
         """
         rows = slice(chunk.first_token, chunk.first_token + chunk.tokens)
-        by_head = query[rows].transpose(0, 1)
+        by_head = query[rows].transpose(0, 1).contiguous()  # once: a group's heads are rows of one head further down
         out, lse = attend_dense(
             by_head, key[rows].transpose(0, 1), value[rows].transpose(0, 1), scale=self._scale, causal=True
         )

@@ -46,7 +46,6 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool
         out, lse = aten._scaled_dot_product_efficient_attention(
             query, key, value, None, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal, scale=scale
         )[:2]
-        lse = lse[..., : query.shape[2]]  # which the kernel pads
     else:
         out, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)[:2]
-    return out, lse.float()
+    return out, lse[..., : query.shape[2]].float()  # which a kernel may pad
