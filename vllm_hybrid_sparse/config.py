@@ -233,7 +233,8 @@ class HybridSparseConfig:
             default=0,
             values="0 to 1024",
             allows=lambda value: 0 <= value <= 1024,
-            meaning="threads of the CPU kernel; 0 takes as many as torch's OpenMP has",
+            meaning="threads of the CPU kernel; 0 takes as many as torch's OpenMP has, on cuda an equal part of the "
+            "cores for each GPU, less one",
             unit="threads",
         )
     )

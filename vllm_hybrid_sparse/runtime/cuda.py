@@ -79,11 +79,10 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A microbatch that the device was given. Its tensors are kept until the device is behind `ended`."""
+    """A microbatch that the device was given: the marks before and behind it."""
 
     begun: Mark
     ended: Mark
-    held: tuple[Tensor, ...]
 
 
 class CudaWave:
@@ -165,23 +164,27 @@ class CudaWave:
             places = self._places(loaded, index)
             slots, page_tokens = upload(places, queue.device).unbind()
             page_lse = torch.empty(*states.lse.shape, places.shape[-1], device=queue.device)
-            done = self._done if self._progress is None else self._progress.done
-            attend_slots(
-                states.query,
-                self._pool.key,
-                self._pool.value,
-                slots,
-                page_tokens,
-                done,
-                states.out,
-                states.lse,
-                page_lse,
-                scale=self._scale,
-            )
+            if places.shape[-1]:  # else nothing was loaded
+                self._attend_slots(slots, page_tokens, page_lse)
             self._look(page_lse, index)
             if states.shown_lse is not states.lse:
                 states.shown_lse.copy_(states.lse, non_blocking=True)
-            return _Launched(begun, queue.mark(), (slots, page_tokens, page_lse))
+            return _Launched(begun, queue.mark())
+
+    def _attend_slots(self, slots: Tensor, page_tokens: Tensor, page_lse: Tensor) -> None:
+        states = self._states
+        attend_slots(
+            states.query,
+            self._pool.key,
+            self._pool.value,
+            slots,
+            page_tokens,
+            self._done if self._progress is None else self._progress.done,
+            states.out,
+            states.lse,
+            page_lse,
+            scale=self._scale,
+        )
 
     def _places(self, loaded: Loaded, index: int) -> Tensor:
         """[2, rows, kv_heads, pages] int32: the slots of each group's pages, and how many tokens they have."""
