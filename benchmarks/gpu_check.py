@@ -72,8 +72,11 @@ def stages(out: Path) -> list[Stage]:
         Stage(name="smoke: FLASH_ATTN", command=(python, smoke, "flash_attn")),
         Stage(name="smoke: CUDA graphs", command=(python, smoke, "graphs")),
         Stage(name="smoke: TRITON_ATTN", command=(python, smoke, "triton_attn")),
-        Stage(name="serving: greedy equality", command=(), missing="the worker that serves on CUDA"),
-        Stage(name="serving: time per token", command=(), missing="the worker that serves on CUDA"),
+        *(
+            Stage(name=f"serving: {case}", command=(python, "-m", "benchmarks.gpu_serving", case), timeout_s=600)
+            for case in ("dense", "small_pool", "threshold", "shared", "graphs", "runner_v1")
+        ),
+        Stage(name="time per token", command=(), missing="answers on a GPU that are right"),
     ]
 
 

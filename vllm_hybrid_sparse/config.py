@@ -25,7 +25,8 @@ BLOCK_GRANULARITIES = (0, 16, 32, 64, 128)
 REMAINDERS = ("auto", "estimated", "lightest_page")
 THREAD_POOLS = ("auto", "own", "openmp")
 ISAS = ("auto", "avx512_bf16", "avx512", "avx2", "scalar")
-DEVICES = ("none", "emulated")
+DEVICES = ("none", "emulated", "cuda")
+TIERED_DEVICES = ("emulated", "cuda")
 DEVICE_POOLS = ("unified", "per_layer")
 DEVICE_EVICTIONS = ("cyclic", "lru", "fifo")
 HOST_SHARES = ("none", "uniform", "length", "queue")
@@ -35,6 +36,7 @@ _FLUXION_SUMMARY = "minmax"  # its predictor is trained on budgets of blocks ran
 _SECTION = "hybrid_sparse"  # the key of `--additional-config` that holds these settings
 _MAX_TOKENS = 2**24
 _MAX_PAGES = _MAX_TOKENS // PAGE_TOKENS
+_MAX_SLOTS = 2**31 - 1  # the kernels count them in 32 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +233,8 @@ class HybridSparseConfig:
             default=0,
             values="0 to 1024",
             allows=lambda value: 0 <= value <= 1024,
-            meaning="threads of the CPU kernel; 0 takes as many as torch's OpenMP has",
+            meaning="threads of the CPU kernel; 0 takes as many as torch's OpenMP has, on cuda an equal part of the "
+            "cores for each GPU, less one",
             unit="threads",
         )
     )
@@ -244,45 +247,48 @@ class HybridSparseConfig:
         "none",
         DEVICES,
         "where decode rows attend: none, on the CPU where the pages lie; emulated, through a pool of page slots and "
-        "threads that stand for a GPU and its streams (slow: for tests and for studying the pool)",
+        "threads that stand for a GPU and its streams (slow: for tests and for studying the pool); cuda, on a GPU and "
+        "its host, which is what vLLM's CUDA platform gets by default and the only one it takes",
     )
     device_pool_pages: int | None = _setting(
         _Setting(
             kind=int,
             default=4096,
-            values=f"1 to {_MAX_PAGES}, and no fewer than two microbatches",
-            allows=lambda value: 1 <= value <= _MAX_PAGES,
-            meaning="page slots of the device, all layers together",
+            values=f"1 to {_MAX_SLOTS}, and no fewer than two microbatches",
+            allows=lambda value: 1 <= value <= _MAX_SLOTS,
+            meaning="page slots of the device, all layers together; on cuda, where it is not given, as many as fit the "
+            "memory that vLLM's profiling leaves",
             unit="pages",
-            devices=("emulated",),
+            devices=TIERED_DEVICES,
         )
     )
     device_pool: str | None = _choice(
         "unified",
         DEVICE_POOLS,
         "whether all layers share the slots (PSA) or each has an equal part to itself",
-        devices=("emulated",),
+        devices=TIERED_DEVICES,
     )
     device_eviction: str | None = _choice(
         "cyclic",
         DEVICE_EVICTIONS,
         "which page makes room for another: cyclic, one that its layer left out lately, else the one used last, since "
         "layers take turns; lru, the one used longest ago; fifo, the one loaded first",
-        devices=("emulated",),
+        devices=TIERED_DEVICES,
     )
     host_share: str | None = _choice(
         "none",
         HOST_SHARES,
         "which groups of query heads the host computes beside the device: none, every second one, the longest rows, or "
         "what it takes from one queue for both (Fluxion)",
-        devices=("emulated",),
+        devices=TIERED_DEVICES,
     )
     admission: str | None = _choice(
         "working_set",
         ADMISSIONS,
         "which requests run side by side: working_set, only as many as the pool holds the pages of that a step begins "
-        "with, and one at the least (PSA), the others wait in their order; none, as many as vLLM admits",
-        devices=("emulated",),
+        "with, and one at the least (PSA), the others wait in their order; none, as many as vLLM admits, and so on "
+        "cuda where device_pool_pages is not given",
+        devices=TIERED_DEVICES,
     )
     log_interval_s: float = _setting(
         _Setting(
@@ -306,8 +312,7 @@ class HybridSparseConfig:
             replaced = setting.unless and getattr(self, setting.unless) is not None
             used = setting.policies or setting.summaries or setting.devices
             if getattr(self, entry.name) is None and used and not self._unused_because(setting) and not replaced:
-                default = _FLUXION_SUMMARY if (self.policy, entry.name) == ("fluxion", "summary") else setting.default
-                object.__setattr__(self, entry.name, default)
+                object.__setattr__(self, entry.name, self._default_of(entry.name, setting))
         if self.policy == "fluxion" and self.summary != _FLUXION_SUMMARY:
             raise _refusal("summary", self.summary, f"must be {_FLUXION_SUMMARY} with policy fluxion")
         if self.remainder == "auto":
@@ -316,6 +321,12 @@ class HybridSparseConfig:
         if self.remainder == "estimated" and self.summary != "key_codes":
             raise _refusal("remainder", self.remainder, f"needs summary key_codes, and the summary is {self.summary}")
         self._check_device()
+
+    def _default_of(self, name: str, setting: _Setting) -> int | float | str | None:
+        """What a setting that is used and not given becomes; None: the worker decides."""
+        if (self.policy, name) == ("fluxion", "summary"):
+            return _FLUXION_SUMMARY
+        return None if (self.device, name) == ("cuda", "device_pool_pages") else setting.default
 
     def _check_device(self) -> None:
         """Refuse a device that could not serve one group, or serves another policy."""

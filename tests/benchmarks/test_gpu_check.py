@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_check
+from benchmarks import gpu_check, gpu_serving
 from benchmarks.gpu_check import Outcome, Stage, run_all, run_stage, stages, table
 
 
@@ -75,10 +75,14 @@ def test_the_table_has_a_line_for_each_stage() -> None:
     assert "x" * 71 not in lines[2]
 
 
-def test_serving_is_said_to_be_missing_and_not_pretended(tmp_path: Path) -> None:
-    serving = [stage for stage in stages(tmp_path) if stage.name.startswith("serving")]
-    assert serving
-    assert all(not stage.command and stage.missing for stage in serving)
+def test_every_case_of_serving_is_a_stage(tmp_path: Path) -> None:
+    serving = {stage.name: stage.command[-1] for stage in stages(tmp_path) if stage.name.startswith("serving")}
+    assert sorted(serving.values()) == sorted(gpu_serving.CASES)
+
+
+def test_what_is_not_built_is_said_to_be_missing(tmp_path: Path) -> None:
+    (missing,) = [stage for stage in stages(tmp_path) if not stage.command]
+    assert (missing.name, bool(missing.missing)) == ("time per token", True)
 
 
 def test_every_program_that_a_stage_runs_exists(tmp_path: Path) -> None:

@@ -168,8 +168,8 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
         ({"isa": "sse"}, "hybrid_sparse.isa='sse': must be one of auto, avx512_bf16, avx512, avx2, scalar"),
         ({"num_threads": -1}, "hybrid_sparse.num_threads=-1: must be 0 to 1024"),
         ({"num_threads": [2]}, "hybrid_sparse.num_threads=[2]: must be a whole number, 0 to 1024"),
-        ({"device": "cuda"}, "hybrid_sparse.device='cuda': must be one of none, emulated"),
         ({"device": "emulated", "admission": "all"}, "hybrid_sparse.admission='all': must be one of working_set, none"),
+        ({"device": "gpu"}, "hybrid_sparse.device='gpu': must be one of none, emulated, cuda"),
         ({"device": "emulated", "host_share": "all"}, "hybrid_sparse.host_share='all': must be one of none, uniform"),
         ({"log_interval_s": -1}, "hybrid_sparse.log_interval_s=-1: must be 0 or more, finite"),
         ({"log_interval_s": float("inf")}, "hybrid_sparse.log_interval_s=inf: must be 0 or more, finite"),
@@ -249,8 +249,8 @@ def test_a_device_has_a_pool_and_nothing_else_has() -> None:
     assert HybridSparseConfig().device_pool_pages is None
     assert HybridSparseConfig().admission is None
     for name, value in (("device_pool_pages", 64), ("admission", "none")):
-        message = refusal_of({name: value})
-        assert message == f"hybrid_sparse.{name}={value!r}: used by device emulated only, and the device is none"
+        rule = "used by device emulated and cuda only, and the device is none"
+        assert refusal_of({name: value}) == f"hybrid_sparse.{name}={value!r}: {rule}"
 
 
 @pytest.mark.parametrize(
@@ -269,9 +269,17 @@ def test_a_pool_holds_two_microbatches_of_a_group_or_is_refused(mapping: dict[st
     assert refusal.startswith(f"hybrid_sparse.device_pool_pages={least - 1}: must be at least {least}")
 
 
-def test_a_device_attends_to_pages_and_hgca_has_none() -> None:
-    refusal = refusal_of({"policy": "hgca", "device": "emulated"})
-    assert refusal == "hybrid_sparse.device='emulated': attends to pages, and the policy is hgca"
+def test_the_slots_of_a_gpu_are_counted_by_its_worker_unless_they_are_given() -> None:
+    assert HybridSparseConfig(device="cuda").device_pool_pages is None
+    assert HybridSparseConfig(device="cuda", device_pool_pages=2**25).device_pool_pages == 2**25
+    assert HybridSparseConfig(device="cuda").host_share == "none"
+
+
+@pytest.mark.parametrize("device", ["emulated", "cuda"])
+@pytest.mark.parametrize("policy", ["hgca", "fluxion"])
+def test_a_device_attends_to_pages_and_some_policies_have_none(device: str, policy: str) -> None:
+    refusal = refusal_of({"policy": policy, "device": device})
+    assert refusal == f"hybrid_sparse.device={device!r}: attends to pages, and the policy is {policy}"
 
 
 def test_settings_cannot_be_changed() -> None:

@@ -13,7 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.glue.worker import HybridSparseCPUWorker
+from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 from vllm_hybrid_sparse.values import PageKey
 

@@ -15,7 +15,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.glue import worker as worker_module
-from vllm_hybrid_sparse.glue.worker import HybridSparseCPUWorker, _bytes_of
+from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
+from vllm_hybrid_sparse.glue.worker import _bytes_of
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport, take_report
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 from vllm_hybrid_sparse.runtime.host import HostRuntime

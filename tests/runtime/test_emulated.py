@@ -1,4 +1,7 @@
-"""What the emulated device computes, against attention over the same pages; what it must not look at is NaN."""
+"""What a device computes, against attention over the same pages; what it must not look at is NaN.
+
+The emulated device, and the CUDA device with interpreted kernels, are held to the same.
+"""
 
 from concurrent.futures import Future
 
@@ -8,11 +11,12 @@ import torch
 
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
-from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
+from vllm_hybrid_sparse.memory.device_pool import PoolShape
 from vllm_hybrid_sparse.memory.transfers import Loaded
-from vllm_hybrid_sparse.runtime.device import RowStates, WaveFlags
-from vllm_hybrid_sparse.runtime.emulated import EmulatedDevice, attend_slots
+from vllm_hybrid_sparse.runtime.device import RowStates
+from vllm_hybrid_sparse.runtime.emulated import attend_slots
 from vllm_hybrid_sparse.runtime.readings import Reading
+from vllm_hybrid_sparse.runtime.tiers import open_device
 from vllm_hybrid_sparse.values import GroupKey, PageKey
 
 HEAD_DIM = 32
@@ -50,17 +54,14 @@ def test_pages_in_any_slots_are_attended(group: int, tokens: int) -> None:
 class Microbatches:
     """A device, its pool full of NaN but for the pages of two groups, and their readings."""
 
-    def __init__(self, threshold: float | None = None, log_unread: np.ndarray | None = None) -> None:
+    def __init__(self, kind: str, threshold: float | None = None, log_unread: np.ndarray | None = None) -> None:
         shape = PoolShape(capacity_pages=16, layers=1, head_dim=HEAD_DIM, dtype=torch.float32)
-        self.pool = DevicePool(shape)
+        self.pool, self.device = open_device(shape, torch.device("cpu") if kind == "cuda" else None)
         self.pool.key.fill_(torch.nan)
         self.pool.value.fill_(torch.nan)
         self.content = torch.randn(2, 2, 64, HEAD_DIM)  # [groups], K and V
-        self.device = EmulatedDevice(self.pool)
         self.groups = [GroupKey(0, 0), GroupKey(1, 1)]
         self.query = torch.randn(2, 4, HEAD_DIM)  # two rows, two KV heads of two query heads each
-        self.states = self.device.begin(2, 4, 2, HEAD_DIM)
-        self.flags = WaveFlags.of(self.groups, 2, 2)
         self.readings = [
             Reading(
                 group=group,
@@ -73,6 +74,13 @@ class Microbatches:
             )
             for place, group in enumerate(self.groups)
         ]
+        self.begin()
+
+    def begin(self) -> None:
+        """Hand over the queries as they are now."""
+        self.states = self.device.begin(self.query, 2)
+        self.wave = self.device.open_wave(self.states, 0.2, self.readings)
+        self.flags = self.wave.flags
 
     def attend(self, index: int) -> tuple[int, ...]:
         """Load and attend one microbatch of both groups; the parts that were read."""
@@ -85,8 +93,12 @@ class Microbatches:
             self.pool.put(loaded.slots[place], content[0], content[1])
         future: Future[Loaded] = Future()
         future.set_result(loaded)
-        done = self.device.attend(self.query, 0.2, self.states, self.flags, future, self.readings, index)
-        return done.result(timeout=10).parts
+        return self.wave.attend(future, index).result(timeout=60).parts
+
+    @property
+    def done(self) -> torch.Tensor:
+        """Which groups are done by now, [rows, kv_heads]."""
+        return self.flags.done.amax(dim=0)
 
     def check(self, place: int, pages: int) -> None:
         """The group's state is attention over its first pages."""
@@ -97,8 +109,8 @@ class Microbatches:
         assert_close(self.states.lse[group.row, heads], lse)
 
 
-def test_microbatches_add_up_and_nobody_else_s_rows_change() -> None:
-    made = Microbatches()
+def test_microbatches_add_up_and_nobody_else_s_rows_change(kind: str) -> None:
+    made = Microbatches(kind)
     assert made.attend(0) == (0, 1)
     made.check(0, 2)
     assert made.attend(1) == (0, 1)
@@ -111,34 +123,35 @@ def test_microbatches_add_up_and_nobody_else_s_rows_change() -> None:
     made.device.close()
 
 
-def test_a_done_group_is_left_as_it_is_and_the_last_one_sets_the_stop_flag() -> None:
-    made = Microbatches(threshold=0.9)
+def test_a_done_group_is_left_as_it_is_and_the_last_one_sets_the_stop_flag(kind: str) -> None:
+    made = Microbatches(kind, threshold=0.9)
     made.content[0, 0, 16:] *= 0  # a first page that outweighs all others, which are as light as the lightest read
     made.content[0, 0, :16] = 30 * made.query[0, 0] / made.query[0, 0].norm()
     made.query[0, 1] = made.query[0, 0]
     made.content[1, 0] *= 0  # of the other group all pages weigh the same
+    made.begin()
     made.attend(0)
-    assert made.flags.done.tolist() == [[1, 1], [1, 0]]
+    assert made.done.tolist() == [[1, 1], [1, 0]]
     assert not made.flags.stop[0]
     assert made.states.kept[0, 0] > 0.9
     assert made.states.kept[1, 1] == pytest.approx(0.5)
     assert made.attend(1) == (1,)
     made.check(0, 2)
     made.check(1, 3)
-    assert made.flags.done.all()
+    assert made.done.all()
     assert made.flags.stop[0]
     made.device.close()
 
 
-def test_estimates_decide_where_they_are_given() -> None:
+def test_estimates_decide_where_they_are_given(kind: str) -> None:
     nothing_left = np.full((2, 2), -20.0)
-    made = Microbatches(threshold=0.9, log_unread=nothing_left)
+    made = Microbatches(kind, threshold=0.9, log_unread=nothing_left)
     made.attend(0)
-    assert made.flags.done.all()
+    assert made.done.all()
     assert made.flags.stop[0]
     made.device.close()
 
 
 def test_states_of_no_rows_are_empty() -> None:
-    states = RowStates.empty(0, 4, 2, HEAD_DIM)
+    states = RowStates.empty(torch.empty(0, 4, HEAD_DIM), 2)
     assert states.out.shape == (0, 4, HEAD_DIM)

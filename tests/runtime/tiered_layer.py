@@ -10,6 +10,8 @@ import torch
 from tests.kernels.served_layer import Request, ServedLayer, Shape, Step
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
+from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
@@ -25,6 +27,12 @@ class _Executor:
     def forward(self, query: Any, key: Any, value: Any, kv_cache: Any, batch: Any, *rest: Any) -> None:
         output = rest[2]
         query_start, seq_lens, block_table, slot_mapping, mask = batch.tensors[:5]
+        if self._layer.on_cuda is not None:
+            tables = [row[row >= 0].tolist() for row in block_table]
+            of_block = self._layer.shape.block_tokens
+            on_device = DeviceBatch.from_tensors(query_start, seq_lens, mask.bool(), tables, of_block)
+            self._layer.on_cuda.forward(query, key, value, kv_cache, on_device, output)
+            return
         tiered = TieredBatch.from_tensors(query_start, seq_lens, block_table, slot_mapping, mask)
         self._layer.tiered.forward(query, key, value, kv_cache, tiered, output)
 
@@ -37,6 +45,7 @@ class TieredServedLayer(ServedLayer):
     """One layer of a device tier. `check_step` of the kernel tests takes it as it takes a `ServedLayer`."""
 
     tiered: TieredLayer
+    on_cuda: CudaLayers | None = None
     last_mask: list[bool]
 
     def batch(
@@ -52,15 +61,19 @@ class TieredModel:
     def __init__(
         self, settings: dict[str, Any], *, shape: Shape | None = None, layers: int = 1, num_blocks: int = 40
     ) -> None:
+        """With `device: cuda` in the settings the kernels run interpreted, over slots in CPU memory."""
         self.config = HybridSparseConfig.from_mapping({"device": "emulated", **settings})
+        device = torch.device("cpu") if self.config.device == "cuda" else None
         shape = replace(shape or Shape(), summary=self.config.summary or "none")
         self.layers = [TieredServedLayer(shape, num_blocks=num_blocks, seed=0) for _ in range(layers)]
         kernel = self.layers[0].attention
-        self.tier = DeviceTier(self.config, [layer.kv_cache for layer in self.layers], kernel)
+        self.tier = DeviceTier(self.config, [layer.kv_cache for layer in self.layers], kernel, device=device)
         self.tier.pool.key.fill_(torch.nan)
         self.tier.pool.value.fill_(torch.nan)
+        on_cuda = CudaLayers(self.tier, kernel, [layer.kv_cache for layer in self.layers]) if device else None
         for layer in self.layers:
-            layer.tiered = TieredLayer(self.tier, kernel, shape.scale)
+            layer.on_cuda = on_cuda
+            layer.tiered = on_cuda.tiered if on_cuda else TieredLayer(self.tier, kernel, shape.scale)
             layer.attention = _Executor(layer)  # type: ignore[assignment]
 
     def start(self) -> list[Request]:

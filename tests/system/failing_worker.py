@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_hybrid_sparse.glue.worker import HybridSparseCPUWorker
+from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.values import PageKey
 

@@ -12,6 +12,8 @@ from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES
 from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS, summary_bytes
 
+_LEAST_COMPUTE_CAPABILITY = 8
+
 
 class HybridSparseBackend(AttentionBackend):
     """Decode attention over selected pages of a KV cache in host memory; prefill exact."""
@@ -50,9 +52,9 @@ class HybridSparseBackend(AttentionBackend):
         return head_size % 16 == 0 and 16 <= head_size <= MAX_HEAD_DIM
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:  # noqa: ARG003
-        """No GPU yet: vLLM's selector on CUDA refuses the backend with this."""
-        return False
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """GPUs with bf16 and Triton's matrix instructions for it: Ampere and later. None has run it yet."""
+        return bool(capability.major >= _LEAST_COMPUTE_CAPABILITY)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

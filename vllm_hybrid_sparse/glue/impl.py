@@ -12,6 +12,7 @@ from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadata
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.glue.support import kv_dtype_fits, model_shape
+from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.host import host_runtime
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
@@ -53,6 +54,12 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             )
         if not kv_dtype_fits(kv_cache_dtype, dtype):
             raise ConfigError(f"kv_cache_dtype={kv_cache_dtype}: must be auto (attention backend hybrid_sparse)")
+        self._runtime = host_runtime(settings_of(vllm_config))
+        if kv_sharing_target_layer_name is not None and self._runtime.settings.device == "cuda":
+            raise ConfigError(
+                f"kv_sharing_target_layer_name={kv_sharing_target_layer_name}: layers that share a cache are not "
+                "supported on cuda (attention backend hybrid_sparse)"
+            )
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -60,7 +67,6 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         # A layer that shares another's cache must not write it a second time.
         self._appends = kv_sharing_target_layer_name is None
-        self._runtime = host_runtime(settings_of(vllm_config))
         self.attention = self._runtime.attention(
             dtype=dtype,
             num_q_heads=num_heads,
@@ -93,6 +99,9 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         query, output   [tokens, q_heads, head_dim]
         key, value      [tokens, kv_heads, head_dim]
         kv_cache        [blocks, kv_heads, block_tokens, state_content]   the layout is ours (`memory/layout.py`)
+
+        On CUDA the KV cache lies in host memory all the same. Attention is where vLLM splits its piecewise graphs, so
+        this runs between two of them.
         """
         if output_scale is not None or output_block_scale is not None:
             raise ConfigError(
@@ -100,11 +109,18 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             )
         if self._fluxion is None and self._runtime.settings.prediction is not None:
             self._fluxion = self._runtime.fluxion_layer(extract_layer_index(layer.layer_name))
-        if attn_metadata is None:  # vLLM's profiling run
+        if attn_metadata is None or attn_metadata.batch is None:  # vLLM profiles, warms up or captures
             return output.zero_()
         if self._runtime.loaded_blocks is not None and self._appends:
             self.attention.summarize(kv_cache, self._runtime.loaded_blocks)
         batch = attn_metadata.batch
+        if isinstance(batch, DeviceBatch):
+            layers = self._runtime.cuda_layers
+            assert layers is not None, "the worker opens the device before the first step"
+            assert key is not None
+            assert value is not None
+            layers.forward(query, key, value, kv_cache, batch, output)
+            return output
         if not self._appends:
             key = value = None
         if isinstance(batch, TieredBatch):

@@ -13,6 +13,8 @@ from vllm.v1.attention.backend import (
 
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
+from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.host import host_runtime
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 
@@ -21,7 +23,8 @@ from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 class HybridSparseMetadata(AttentionMetadata):
     """What a layer needs to know of the step."""
 
-    batch: NativeBatch | TieredBatch  # the latter where a device shares the decode rows
+    # The second where an emulated device shares the decode rows, the third on CUDA, whose made-up steps have none.
+    batch: NativeBatch | TieredBatch | DeviceBatch | None
 
 
 class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]):
@@ -29,10 +32,13 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     _shares = False  # whether a device shares the decode rows
+    _blocks: BlockMirror | None = None  # on CUDA: the block tables in host memory
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         runtime = host_runtime(settings_of(vllm_config))
+        self._blocks = runtime.blocks if runtime.settings.device == "cuda" else None
+        self._block_tokens = vllm_config.cache_config.block_size
         self._requests = runtime.requests if runtime.keeps_request_state else None
         self._shares = runtime.settings.device != "none"
 
@@ -44,6 +50,8 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
     ) -> HybridSparseMetadata:
         """A request decodes, and so attends sparsely, once its whole prompt is cached; before that it is exact."""
         meta = common_attn_metadata
+        if self._blocks is not None:
+            return HybridSparseMetadata(self._device_batch(meta, self._blocks))
         requests = meta.num_reqs
         prefilling = meta.is_prefilling
         decoding = torch.ones(requests, dtype=torch.bool) if prefilling is None else ~prefilling[:requests]
@@ -58,6 +66,22 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
             return HybridSparseMetadata(TieredBatch.from_tensors(*tensors))
         slots = self._requests.of_batch(requests) if self._requests is not None else None
         return HybridSparseMetadata(NativeBatch.from_tensors(*tensors, slots))
+
+    def _device_batch(self, meta: CommonAttentionMetadata, blocks: BlockMirror) -> DeviceBatch | None:
+        """The step from what vLLM keeps in host memory, and the mirrored block tables; None in a made-up step."""
+        tables = blocks.tables(meta.req_idx)
+        if tables is None:
+            return None
+        requests = len(tables)  # `num_reqs` counts padding too
+        assert meta.seq_lens_cpu_upper_bound is not None  # exact, since nothing is speculated
+        assert meta.is_prefilling is not None
+        return DeviceBatch.from_tensors(
+            meta.query_start_loc_cpu[: requests + 1],
+            meta.seq_lens_cpu_upper_bound[:requests],
+            ~torch.as_tensor(meta.is_prefilling)[:requests],
+            tables,
+            self._block_tokens,
+        )
 
     def use_cascade_attention(self, *_args: Any, **_kwargs: Any) -> bool:
         """Never: a shared prefix is read once per request."""

@@ -5,21 +5,22 @@ from typing import Any
 
 from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, is_selected, member
 
-WORKER_PATH = "vllm_hybrid_sparse.glue.worker.HybridSparseCPUWorker"
+CPU_WORKER_PATH = "vllm_hybrid_sparse.glue.cpu_worker.HybridSparseCPUWorker"
+CUDA_WORKER_PATH = "vllm_hybrid_sparse.glue.cuda_worker.HybridSparseCUDAWorker"
 
 _HOOKED = "_hybrid_sparse_hooked"
 
 
 def register() -> None:
-    """Name the backend and let vLLM's CPU platform select it; where it is not selected, nothing changes."""
+    """Name the backend and let vLLM's platform select it, CPU or CUDA; where it is not selected, nothing changes."""
     member()
     from vllm.platforms import current_platform  # noqa: PLC0415  (resolves the platform: not before plugins load)
 
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
         return
     platform = type(current_platform)
     if not platform.__dict__.get(_HOOKED, False):
-        _hook_cpu_platform(platform)
+        hook_platform(platform, on_cuda=current_platform.is_cuda())
         setattr(platform, _HOOKED, True)
 
 
@@ -49,8 +50,8 @@ def _hook_stat_loggers() -> None:
     setattr(StatLoggerManager, _HOOKED, True)
 
 
-def _hook_cpu_platform(platform: Any) -> None:
-    """Wrap the two decisions that vLLM's CPU platform takes without asking the registry."""
+def hook_platform(platform: Any, *, on_cuda: bool) -> None:
+    """Wrap the two decisions that a platform of vLLM's takes: the backend's class, and the configuration it serves."""
     choose_backend = platform.get_attn_backend_cls.__func__
     update_config = platform.check_and_update_config.__func__
 
@@ -61,6 +62,8 @@ def _hook_cpu_platform(platform: Any) -> None:
         from vllm_hybrid_sparse.glue.support import refuse_layer  # noqa: PLC0415  (imports torch)
 
         refuse_layer(attn_selector_config)
+        if on_cuda:  # where vLLM asks the backend what it supports; its CPU platform knows none but its own
+            choose_backend(cls, selected_backend, attn_selector_config, **kwargs)
         return BACKEND_PATH
 
     def check_and_update_config(cls: Any, /, vllm_config: Any) -> None:
@@ -70,7 +73,10 @@ def _hook_cpu_platform(platform: Any) -> None:
             refuse_config(vllm_config)
             _hook_stat_loggers()
             if vllm_config.parallel_config.worker_cls == "auto":
-                vllm_config.parallel_config.worker_cls = WORKER_PATH
+                vllm_config.parallel_config.worker_cls = CUDA_WORKER_PATH if on_cuda else CPU_WORKER_PATH
+            if on_cuda:
+                # The host takes part in every layer, so a step cannot be launched ahead of the one before it.
+                vllm_config.scheduler_config.async_scheduling = False
         update_config(cls, vllm_config)
         if is_selected(vllm_config.attention_config.backend):
             from vllm_hybrid_sparse.glue.scheduler_choice import choose_scheduler  # noqa: PLC0415

@@ -35,6 +35,8 @@ class _AdmitsByWorkingSet:
         groups = self.kv_cache_config.kv_cache_groups
         layers = sum(len(group.layer_names) for group in groups)
         self._admission: Admission | None = None
+        if settings.device_pool_pages is None:
+            logger.info("hybrid_sparse: requests are admitted by vLLM alone: admission needs device_pool_pages on cuda")
         if settings.device_pool_pages is None or not layers:
             return
         self._admission = Admission(

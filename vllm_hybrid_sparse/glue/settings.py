@@ -1,5 +1,6 @@
-"""Our settings out of vLLM's `--additional-config`."""
+"""Our settings out of vLLM's `--additional-config`, with the device that the platform decides."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
@@ -9,9 +10,28 @@ SECTION = "hybrid_sparse"
 
 
 def settings_of(vllm_config: Any) -> HybridSparseConfig:
-    """The validated settings; defaults where the user gave none. Raises ConfigError."""
+    """The validated settings; defaults where the user gave none. Raises ConfigError.
+
+    On vLLM's CUDA platform the device is cuda, since the model's tensors lie there, and nowhere else.
+    """
     additional = vllm_config.additional_config or {}
     if not isinstance(additional, dict):
         raise ConfigError(f"additional_config={type(additional).__name__}: must be a mapping with the key {SECTION!r}")
     given = additional.get(SECTION, {})
-    return HybridSparseConfig.from_mapping(given if given is not None else {})
+    from vllm.platforms import current_platform  # noqa: PLC0415  (resolves the platform: not before plugins load)
+
+    return settings_on(given if given is not None else {}, on_cuda=current_platform.is_cuda())
+
+
+def settings_on(given: Any, *, on_cuda: bool) -> HybridSparseConfig:
+    """The settings on one platform. Raises ConfigError."""
+    if on_cuda and isinstance(given, Mapping) and given.get("device") is None:
+        given = {**given, "device": "cuda"}
+    settings = HybridSparseConfig.from_mapping(given)
+    if on_cuda and settings.device != "cuda":
+        raise ConfigError(
+            f"{SECTION}.device={settings.device!r}: must be cuda on vLLM's CUDA platform, where the model's tensors lie"
+        )
+    if not on_cuda and settings.device == "cuda":
+        raise ConfigError(f"{SECTION}.device='cuda': needs vLLM's CUDA build and a GPU, and the platform is another")
+    return settings

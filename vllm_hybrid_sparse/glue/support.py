@@ -7,6 +7,7 @@ import torch
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.settings import settings_of
+from vllm_hybrid_sparse.kernels.arguments import MAX_DEVICE_HEAD_DIM
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, supported_isas
 from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
@@ -31,6 +32,19 @@ def refuse_config(vllm_config: Any) -> None:
         _refuse_model(vllm_config.model_config)
         if settings.prediction is not None:
             _refuse_predictor(settings, vllm_config)
+    if settings.device == "cuda":
+        _refuse_on_cuda(vllm_config)
+
+
+def _refuse_on_cuda(vllm_config: Any) -> None:
+    """What the CPU serves and a GPU does not yet."""
+    if vllm_config.kv_transfer_config is not None:
+        connector = vllm_config.kv_transfer_config.kv_connector
+        _refuse("kv_connector", connector, "KV connectors are not supported on cuda, where the cache is in host memory")
+    if vllm_config.parallel_config.enable_dbo:
+        _refuse("enable_dbo", True, "steps in two microbatches are not supported on cuda")
+    if vllm_config.model_config is not None and vllm_config.model_config.get_head_size() > MAX_DEVICE_HEAD_DIM:
+        _refuse("head_size", vllm_config.model_config.get_head_size(), f"must be at most {MAX_DEVICE_HEAD_DIM} on cuda")
 
 
 def _refuse_cache(cache: Any) -> None:

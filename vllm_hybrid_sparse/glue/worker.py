@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, with the host store made ready before the first request and its use reported."""
+"""What workers do whose KV cache lies in host memory: make it ready before the first request, and report its use."""
 
 import time
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_hybrid_sparse.glue.impl import HybridSparseImpl
 from vllm_hybrid_sparse.glue.settings import settings_of
@@ -20,8 +20,8 @@ from vllm_hybrid_sparse.runtime.host import host_runtime
 logger = init_logger("vllm.hybrid_sparse")
 
 
-class HybridSparseCPUWorker(CPUWorker):
-    """On a machine without a GPU vLLM's own KV memory is the host store, and every page is computed where it lies."""
+class HostStoreWorker(WorkerBase):
+    """To be put before one of vLLM's workers, which does all the rest."""
 
     _connected = False  # whether a KV connector is configured
     _ready = False  # whether there is a KV cache, and so something to report
@@ -34,25 +34,33 @@ class HybridSparseCPUWorker(CPUWorker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the KV memory, back it with real pages, and say once what the settings became."""
         super().initialize_from_config(kv_cache_config)
+        started = time.monotonic()
         self._runtime = host_runtime(settings_of(self.vllm_config))
         self._connected = self.vllm_config.kv_transfer_config is not None
-        self._runtime.requests.follow(lambda: self.model_runner.input_batch.req_ids)
         self._logs = self._runtime.settings.log_interval_s > 0
         self._interval = Interval(self._runtime.settings.log_interval_s)
         self._reports = self.vllm_config.ec_transfer_config is None
         if not self._reports:
             logger.warning("hybrid_sparse: no metrics beside an encoder cache connector, whose channel they take")
-        self._host_kv_bytes = _bytes_of(self.model_runner.kv_caches)
+        kv_caches = self.kv_caches()
+        self._host_kv_bytes = _bytes_of(kv_caches)
         self._ready = True
-        started = time.monotonic()
-        declined = prefault(self.model_runner.kv_caches[0]) if self.model_runner.kv_caches else []
-        self._runtime.open_device(self.model_runner.kv_caches, self._attentions())
+        declined = prefault(kv_caches[0]) if kv_caches else []
+        self.open_device(kv_caches)
         logger.info("hybrid_sparse: %s", self._runtime.describe())
         logger.info(
             "hybrid_sparse: KV memory ready in %.1f s%s",
             time.monotonic() - started,
             f" (the kernel declined {'; '.join(declined)})" if declined else "",
         )
+
+    def kv_caches(self) -> list[torch.Tensor]:
+        """The KV memory of every layer."""
+        return list(self.model_runner.kv_caches)
+
+    def open_device(self, kv_caches: list[torch.Tensor]) -> None:
+        """Make the device tier, where the settings ask for one."""
+        self._runtime.open_device(kv_caches, self._attentions())
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """The forward pass of one step.
@@ -110,11 +118,14 @@ class HybridSparseCPUWorker(CPUWorker):
         blocks.update(scheduler_output.new_block_ids_to_zero or ())
         return sorted(blocks)
 
+    def _layers(self) -> list[Any]:
+        """vLLM's attention layers that are ours, in the model's order."""
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        return [layer for layer in layers if isinstance(getattr(layer, "impl", None), HybridSparseImpl)]
+
     def _attentions(self) -> list[Any]:
-        """The kernels of all layers of ours."""
-        layers = self.model_runner.compilation_config.static_forward_context.values()
-        impls = [getattr(layer, "impl", None) for layer in layers]
-        return [impl.attention for impl in impls if isinstance(impl, HybridSparseImpl)]
+        """Their kernels."""
+        return [layer.impl.attention for layer in self._layers()]
 
     def shutdown(self) -> None:
         """Log what the last interval left, and end the device tier's threads."""

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.memory.queues import Mark
 from vllm_hybrid_sparse.policy.eviction import EVICTIONS
 from vllm_hybrid_sparse.policy.slot_table import SlotTable, Taken
 from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
@@ -43,12 +45,16 @@ class PoolShape:
 class DevicePool:
     """The slots and which pages they hold. Its one writer is the loader's thread (`memory/transfers.py`)."""
 
-    def __init__(self, shape: PoolShape) -> None:
+    def __init__(self, shape: PoolShape, device: torch.device | None = None) -> None:
+        """An empty pool.
+
+        device   where the slots lie; None: in CPU memory
+        """
         slots = shape.layer_capacity_pages * (1 if shape.unified else shape.layers)
         size = (slots, PAGE_TOKENS, shape.head_dim)
         self.shape = shape
-        self.key = torch.empty(size, dtype=shape.dtype)  # [slots, 16, head_dim], rows of tokens
-        self.value = torch.empty(size, dtype=shape.dtype)
+        self.key = torch.empty(size, dtype=shape.dtype, device=device)  # [slots, 16, head_dim], rows of tokens
+        self.value = torch.empty(size, dtype=shape.dtype, device=device)
         every = shape.layer_capacity_pages
         self._tables = [
             SlotTable(range(first, first + every), EVICTIONS[shape.eviction]()) for first in range(0, slots, every)
@@ -78,6 +84,14 @@ class DevicePool:
         """Slots of pages, -1 where a page has none; recency stays as it was."""
         found = [self._table(key.layer).slot_of(key) for key in keys]
         return [-1 if slot is None else slot for slot in found]
+
+    def fill(self, slots: Sequence[int], source: HostPages, keys: Sequence[PageKey]) -> None:
+        """Copy pages of a layer's host store into slots; what fails has filled none, or may be tried again."""
+        self.put(slots, *source.read(keys))
+
+    def mark(self) -> Mark | None:
+        """Behind which all is in its slots that was put there; None: it is there already."""
+        return None
 
     def put(self, slots: Sequence[int], key: Tensor, value: Tensor) -> None:
         """Fill slots; key and value [slots, 16, head_dim] of the pool's dtype."""

@@ -27,6 +27,15 @@ class HostPages:
         elements = kv_cache if kv_cache.dtype == layout.torch_dtype else kv_cache.view(layout.torch_dtype)
         page_elements = layout.page_bytes // layout.element_bytes
         self._layout = layout
+        self.elements = (
+            elements.as_strided(  # [elements] of the KV dtype: the layer's first to the end of its last block
+                (
+                    (len(kv_cache) - 1) * elements.stride(0)
+                    + num_kv_heads * layout.head_block_bytes // layout.element_bytes,
+                ),
+                (1,),
+            )
+        )
         self._parts = elements.as_strided(  # [blocks, kv_heads, pages of a block, K or V, elements]
             (len(kv_cache), num_kv_heads, layout.pages_per_block, 2, page_elements // 2),
             (elements.stride(0), layout.pages_per_block * page_elements, page_elements, page_elements // 2, 1),
@@ -46,6 +55,15 @@ class HostPages:
     def num_pages(self) -> int:
         """Pages of one KV head in the whole store."""
         return self._parts.shape[0] * self._parts.shape[2]
+
+    def offsets(self, kv_heads: Tensor, pages: Tensor) -> Tensor:
+        """Where pages begin in `elements`, for the kernels that copy them.
+
+        kv_heads, pages   int64, of shapes that broadcast
+        returns           int64
+        """
+        block, head, page = self._parts.stride()[:3]
+        return pages // self.pages_per_block * block + kv_heads * head + pages % self.pages_per_block * page
 
     def read(self, keys: Sequence[PageKey]) -> tuple[Tensor, Tensor]:
         """K and V of some pages, whose `layer` is this one.

@@ -2,7 +2,7 @@
 
 All that changes the pool goes through one ordered queue, the way a GPU's copies go through one stream: a page that was
 written is dropped before a later load can find it, and no lock is needed. What a load became is handed over as a
-future, which stands for the event of a GPU's stream.
+future. On a GPU its copies are launched by then, and `Loaded.ready` is the event behind them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm_hybrid_sparse.errors import CapacityError, LoadError
 from vllm_hybrid_sparse.memory.device_pool import DevicePool
 from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.memory.queues import Mark
 from vllm_hybrid_sparse.values import PageKey
 
 COPY_PAGES = 256
@@ -42,6 +43,7 @@ class Loaded:
     wanted_pages: int = 0  # of the parts that were wanted when their turn came
     hit_pages: int = 0  # of them, those that were there
     fetched_pages: int = 0  # copied from the host store
+    ready: Mark | None = None  # behind the copies; None: they are done
 
 
 class Loader:
@@ -112,6 +114,7 @@ class Loader:
             missing.update({keys[index]: taken.slots[index] for index in taken.missing})
         loaded.hit_pages = sum(map(len, loaded.slots)) - len(missing)
         self._fill(load, loaded, missing)
+        loaded.ready = self.pool.mark()
         kept = [part for part in range(len(load.parts)) if loaded.slots[part]]
         loaded.held = [key for part in kept for key in load.parts[part]]
         return loaded
@@ -148,7 +151,7 @@ class Loader:
     ) -> Iterable[tuple[PageKey, Exception]]:
         """Copy pages, one by one where they cannot be copied together; those that could not be, and why."""
         try:
-            self.pool.put(slots, *source.read(keys))
+            self.pool.fill(slots, source, keys)
         except Exception as together:  # noqa: BLE001 - whatever it is, it is handed to the step that waits
             if len(keys) == 1:
                 return [(keys[0], together)]

@@ -3,7 +3,7 @@
 Nothing here blocks: what is asked for happens in order, and a future stands for the event after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState
+from vllm_hybrid_sparse.memory.queues import host_empty
 from vllm_hybrid_sparse.memory.transfers import Loaded
 from vllm_hybrid_sparse.runtime.readings import Reading
 from vllm_hybrid_sparse.values import GroupKey
@@ -19,20 +20,27 @@ from vllm_hybrid_sparse.values import GroupKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStates:
-    """Partial attention of the decode rows of one layer. Its one writer is the device's stream while it has work."""
+    """Partial attention of the decode rows of one layer. Its one writer is the device while it has work."""
 
-    out: Tensor  # [rows, q_heads, head_dim] f32, normalised; zeros where nothing was seen
-    lse: Tensor  # [rows, q_heads] f32, natural log; -inf where nothing was seen
-    lightest_lse: Tensor  # [rows, q_heads] f32, of the candidate page that weighs least; inf before any
-    kept: Tensor  # [rows, kv_heads] f32, P_acc when the group was last looked at; 1 where it never was
+    query: Tensor  # [rows, q_heads, head_dim] of the KV dtype, where the device attends
+    out: Tensor  # [rows, q_heads, head_dim] f32 there, normalised; zeros where nothing was seen
+    lse: Tensor  # [rows, q_heads] f32 there, natural log; -inf where nothing was seen
+    shown_lse: Tensor  # [rows, q_heads] f32 in host memory: `lse` when the last future that is done was
+    kept: Tensor  # [rows, kv_heads] f32 in host memory, P_acc when the group was last looked at; 1 where it never was
 
     @classmethod
-    def empty(cls, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> "RowStates":
-        """Nothing seen."""
+    def empty(cls, query: Tensor, kv_heads: int) -> "RowStates":
+        """Nothing seen by rows whose queries, and states, lie where `query` does."""
+        rows, q_heads, _ = query.shape
+        lse = torch.full((rows, q_heads), -torch.inf, device=query.device)
+        shown = lse
+        if query.device.type != "cpu":
+            shown = host_empty((rows, q_heads), torch.float32, query.device).fill_(-torch.inf)
         return cls(
-            out=torch.zeros(rows, q_heads, head_dim),
-            lse=torch.full((rows, q_heads), -torch.inf),
-            lightest_lse=torch.full((rows, q_heads), torch.inf),
+            query=query,
+            out=torch.zeros(query.shape, device=query.device),
+            lse=lse,
+            shown_lse=shown,
             kept=torch.ones(rows, kv_heads),
         )
 
@@ -46,23 +54,27 @@ class RowStates:
 class WaveFlags:
     """Which groups of a wave are done. Its one writer is the device; host threads read it, at worst a little late.
 
-    On a GPU both lie in pinned host memory (PSA, section 3.3), so that nobody has to wait for the device.
+    Beside a GPU both lie in pinned host memory (PSA, section 3.3), so that nobody has to wait for the device.
     """
 
-    done: Tensor  # [rows, kv_heads] uint8; 1 also for the groups that are not of the wave
+    done: Tensor  # [looks, rows, kv_heads] uint8; 1 at any look: done. At the first also the groups not of the wave
     stop: Tensor  # [1] int32; 1 once every group is done
 
     @classmethod
-    def of(cls, groups: Sequence[GroupKey], rows: int, kv_heads: int) -> "WaveFlags":
-        """The groups of a wave, none of them done."""
-        done = torch.ones(rows, kv_heads, dtype=torch.uint8)
+    def of(
+        cls, groups: Sequence[GroupKey], rows: int, kv_heads: int, *, looks: int = 1, device: torch.device | None = None
+    ) -> "WaveFlags":
+        """The groups of a wave, none of them done; in host memory that `device` may write to."""
+        where = device or torch.device("cpu")
+        done = host_empty((looks, rows, kv_heads), torch.uint8, where).zero_()
+        done[0] = 1
         for row, kv_head in groups:
-            done[row, kv_head] = 0
-        return cls(done=done, stop=torch.zeros(1, dtype=torch.int32))
+            done[0, row, kv_head] = 0
+        return cls(done=done, stop=host_empty((1,), torch.int32, where).zero_())
 
     def is_done(self, group: GroupKey) -> bool:
         """Whether the group needs no more pages."""
-        return bool(self.stop[0]) or bool(self.done[group.row, group.kv_head])
+        return bool(self.stop[0]) or bool(self.done[:, group.row, group.kv_head].any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,34 +86,43 @@ class Attended:
     busy_s: float  # time that the device computed
 
 
-class Device(Protocol):
-    """A device with the pool's slots in its memory."""
+class Wave(Protocol):
+    """Readings that are carried out side by side: of one layer, no two of one group, all with one threshold."""
 
-    def begin(self, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> RowStates:
-        """States in which nothing is seen yet."""
+    @property
+    def flags(self) -> WaveFlags:
+        """What the device says of the groups."""
 
-    def attend(
-        self,
-        query: Tensor,
-        scale: float,
-        states: RowStates,
-        flags: WaveFlags,
-        loaded: Future[Loaded],
-        readings: Sequence[Reading],
-        index: int,
-    ) -> Future[Attended]:
-        """Fold microbatch `index` of some readings into the states once it is loaded, then look whether it is enough.
+    def attend(self, loaded: Future[Loaded], index: int) -> Future[Attended]:
+        """Fold microbatch `index` of the readings into the states once it is loaded, then look whether it is enough.
 
         Groups that are done are left as they are. A reading with a threshold is done when P_acc exceeds it, and when it
         has no further microbatch.
 
-        query     [rows, q_heads, head_dim]  of the KV dtype
-        scale     factor of the scores
         loaded    its parts are those of the readings, in their order
         """
 
-    def merge(self, states: RowStates, group: GroupKey, state: HostState) -> None:
-        """Fold what the host computed for a group into its rows (HGCA, section 3.3); the stream has no work then."""
+
+class Device(Protocol):
+    """A device with the pool's slots in its memory."""
+
+    def begin(self, query: Tensor, kv_heads: int) -> RowStates:
+        """States in which nothing is seen yet.
+
+        query     [rows, q_heads, head_dim]  of the KV dtype, in host memory
+        """
+
+    def open_wave(self, states: RowStates, scale: float, readings: Sequence[Reading]) -> Wave:
+        """A wave of which nothing is attended yet; `scale` is the factor of its scores."""
+
+    def merge(self, states: RowStates, hosted: Mapping[GroupKey, HostState]) -> None:
+        """Fold what the host computed for groups into their rows (HGCA, section 3.3); no wave has work then."""
+
+    def give(self, states: RowStates, output: Tensor, rows: Sequence[int]) -> None:
+        """Write the rows' attention to rows of `output` [any, q_heads, head_dim], which lies where the caller computes.
+
+        The caller's own work that follows finds it there.
+        """
 
     def close(self) -> None:
         """Finish what was asked for and end the device's threads."""

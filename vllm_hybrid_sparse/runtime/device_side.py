@@ -12,7 +12,6 @@ from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from vllm_hybrid_sparse.errors import CapacityError, LoadError
 from vllm_hybrid_sparse.memory.host_pages import HostPages
@@ -38,7 +37,6 @@ class LayerRows:
 
     layer: int
     source: HostPages
-    query: Tensor  # [rows, q_heads, head_dim] of the KV dtype
     scale: float
     block_tables: Sequence[NDArray[np.int32]]  # [rows][blocks]
     states: RowStates
@@ -70,8 +68,8 @@ class DeviceSide:
         return result
 
     def _run_wave(self, rows: LayerRows, wave: Sequence[Reading], result: DeviceResult) -> None:
-        row_count, kv_heads = rows.states.kept.shape
-        flags = WaveFlags.of([reading.group for reading in wave], row_count, kv_heads)
+        on_device = self._device.open_wave(rows.states, rows.scale, wave)
+        flags = on_device.flags
         flying: deque[tuple[int, Future[Loaded], Future[Attended]]] = deque()
         for index in count():
             if len(flying) == MICROBATCHES_IN_FLIGHT:
@@ -84,8 +82,7 @@ class DeviceSide:
                 unwanted=_unwanted(flags, wave, index),
             )
             loaded = self._loader.load(load)
-            attended = self._device.attend(rows.query, rows.scale, rows.states, flags, loaded, wave, index)
-            flying.append((index, loaded, attended))
+            flying.append((index, loaded, on_device.attend(loaded, index)))
         while flying:
             self._land(wave, result, *flying.popleft())
 

@@ -5,7 +5,7 @@ GPU. The arithmetic is plain torch in float32.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -54,66 +54,71 @@ class EmulatedDevice:
         self._pool = pool
         self._stream = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
 
-    def begin(self, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> RowStates:
-        """States in which nothing is seen yet."""
-        return RowStates.empty(rows, q_heads, kv_heads, head_dim)
-
-    def attend(
-        self,
-        query: Tensor,
-        scale: float,
-        states: RowStates,
-        flags: WaveFlags,
-        loaded: Future[Loaded],
-        readings: Sequence[Reading],
-        index: int,
-    ) -> Future[Attended]:
+    def begin(self, query: Tensor, kv_heads: int) -> RowStates:
         """See `Device`."""
-        return self._stream.submit(self._attend, query, scale, states, flags, loaded, readings, index)
+        return RowStates.empty(query, kv_heads)
 
-    def merge(self, states: RowStates, group: GroupKey, state: HostState) -> None:
+    def open_wave(self, states: RowStates, scale: float, readings: Sequence[Reading]) -> "EmulatedWave":
         """See `Device`."""
-        _fold(states, group, state.out, state.lse)
+        return EmulatedWave(self._pool, self._stream, states, scale, readings)
+
+    def merge(self, states: RowStates, hosted: Mapping[GroupKey, HostState]) -> None:
+        """See `Device`."""
+        for group, state in hosted.items():
+            _fold(states, group, state.out, state.lse)
+
+    def give(self, states: RowStates, output: Tensor, rows: Sequence[int]) -> None:
+        """See `Device`."""
+        output[list(rows)] = states.out.to(output.dtype)
 
     def close(self) -> None:
         """See `Device`."""
         self._stream.shutdown(wait=True)
 
-    @torch.inference_mode()  # which belongs to a thread: vLLM's step is in it, and so are the states
-    def _attend(
+
+class EmulatedWave:
+    """The `Wave` of an `EmulatedDevice`."""
+
+    def __init__(
         self,
-        query: Tensor,
-        scale: float,
+        pool: DevicePool,
+        stream: ThreadPoolExecutor,
         states: RowStates,
-        flags: WaveFlags,
-        load: Future[Loaded],
+        scale: float,
         readings: Sequence[Reading],
-        index: int,
-    ) -> Attended:
-        loaded = load.result()
+    ) -> None:
+        self._pool, self._stream = pool, stream
+        self._states, self._scale, self._readings = states, scale, readings
+        self._lightest_lse = torch.full_like(states.lse, torch.inf)  # of the candidate page that weighs least
+        self._flags = WaveFlags.of([reading.group for reading in readings], *states.kept.shape)
+
+    @property
+    def flags(self) -> WaveFlags:
+        """See `Wave`."""
+        return self._flags
+
+    def attend(self, loaded: Future[Loaded], index: int) -> Future[Attended]:
+        """See `Wave`."""
+        return self._stream.submit(self._attend, loaded, index)
+
+    @torch.inference_mode()  # which belongs to a thread: vLLM's step is in it, and so are the states
+    def _attend(self, load: Future[Loaded], index: int) -> Attended:
+        loaded, flags = load.result(), self._flags
         started = time.perf_counter()
         held = [place for place, slots in enumerate(loaded.slots) if slots]
-        read = [place for place in held if not flags.is_done(readings[place].group)]
+        read = [place for place in held if not flags.is_done(self._readings[place].group)]
         wasted = sum(len(loaded.slots[place]) for place in set(held) - set(read))
         if read:
-            self._fold_pages(query, scale, states, loaded, [readings[place] for place in read], read, index)
-        for reading in readings:
+            self._fold_pages(loaded, read, index)
+        for reading in self._readings:
             if not flags.is_done(reading.group) and reading.threshold is not None and reading.microbatch(index):
-                _look(reading, index, states, flags)
+                self._look(reading, index)
         if bool(flags.done.all()):
             flags.stop[0] = 1
         return Attended(parts=tuple(read), wasted_pages=wasted, busy_s=time.perf_counter() - started)
 
-    def _fold_pages(
-        self,
-        query: Tensor,
-        scale: float,
-        states: RowStates,
-        loaded: Loaded,
-        readings: Sequence[Reading],
-        parts: Sequence[int],
-        index: int,
-    ) -> None:
+    def _fold_pages(self, loaded: Loaded, parts: Sequence[int], index: int) -> None:
+        states, readings = self._states, [self._readings[part] for part in parts]
         most = max(len(loaded.slots[part]) for part in parts)
         slots = torch.full((len(parts), most), -1, dtype=torch.int64)
         page_tokens = torch.zeros(len(parts), most, dtype=torch.int64)
@@ -121,14 +126,23 @@ class EmulatedDevice:
             count = len(loaded.slots[part])
             slots[place, :count] = torch.tensor(loaded.slots[part])
             page_tokens[place, :count] = torch.tensor(reading.page_tokens(index))
-        queries = torch.stack([query[reading.group.row, states.heads(reading.group)] for reading in readings])
-        out, lse, page_lse = attend_slots(queries, self._pool.key, self._pool.value, slots, page_tokens, scale)
+        queries = torch.stack([states.query[reading.group.row, states.heads(reading.group)] for reading in readings])
+        out, lse, page_lse = attend_slots(queries, self._pool.key, self._pool.value, slots, page_tokens, self._scale)
         lightest = page_lse.masked_fill((slots < 0)[:, None], torch.inf).amin(dim=-1)
         for place, reading in enumerate(readings):
             _fold(states, reading.group, out[place], lse[place])
-            if reading.threshold is not None:
-                seen = states.lightest_lse[reading.group.row, states.heads(reading.group)]
-                seen.copy_(torch.minimum(seen, lightest[place]))
+            seen = self._lightest_lse[reading.group.row, states.heads(reading.group)]
+            seen.copy_(torch.minimum(seen, lightest[place]))
+
+    def _look(self, reading: Reading, index: int) -> None:
+        """PSA's lines 14 to 18 for one group: done when enough is read, or everything that may be."""
+        assert reading.threshold is not None
+        row, kv_head = reading.group
+        heads = self._states.heads(reading.group)
+        share = kept_share(self._states.lse[row, heads], reading.log_rest(index, self._lightest_lse[row, heads]))
+        self._states.kept[row, kv_head] = share
+        if share > reading.threshold or index + 1 == reading.microbatches:
+            self._flags.done[0, row, kv_head] = 1
 
 
 def _fold(states: RowStates, group: GroupKey, out: Tensor, lse: Tensor) -> None:
@@ -136,14 +150,3 @@ def _fold(states: RowStates, group: GroupKey, out: Tensor, lse: Tensor) -> None:
     heads = states.heads(group)
     merged = merge_states(states.out[group.row, heads], states.lse[group.row, heads], out, lse)
     states.out[group.row, heads], states.lse[group.row, heads] = merged
-
-
-def _look(reading: Reading, index: int, states: RowStates, flags: WaveFlags) -> None:
-    """PSA's lines 14 to 18 for one group: done when enough is read, or everything that may be."""
-    assert reading.threshold is not None
-    row, kv_head = reading.group
-    heads = states.heads(reading.group)
-    share = kept_share(states.lse[row, heads], reading.log_rest(index, states.lightest_lse[row, heads]))
-    states.kept[row, kv_head] = share
-    if share > reading.threshold or index + 1 == reading.microbatches:
-        flags.done[row, kv_head] = 1

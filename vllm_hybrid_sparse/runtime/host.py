@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,8 +16,12 @@ from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, m
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
+from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
+
+if TYPE_CHECKING:
+    from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
 
 
 def helper_cpus(threads: int) -> list[int]:
@@ -28,22 +33,35 @@ def helper_cpus(threads: int) -> list[int]:
     return bound[1:threads]
 
 
+def default_threads(device: str) -> int:
+    """Threads of the CPU kernel where the settings do not number them.
+
+    Beside a GPU vLLM leaves torch one thread. There the kernel takes an equal part of the process's cores for each GPU
+    of the machine, less one, which launches.
+    """
+    if device != "cuda":
+        return torch.get_num_threads()
+    return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()) - 1)
+
+
 class HostRuntime:
     """Made once a process from the settings; layers of one shape share a kernel and its scratch memory."""
 
     def __init__(self, settings: HybridSparseConfig) -> None:
         self.settings = settings
         self.selection = native_selection(settings.selection, settings.retained)
-        threads = settings.num_threads or torch.get_num_threads()
+        threads = settings.num_threads or default_threads(settings.device)
         helpers = settings.thread_pool
         if helpers == "auto":
-            helpers = "openmp" if _native.openmp_is_loaded() else "own"
+            helpers = "openmp" if settings.device != "cuda" and _native.openmp_is_loaded() else "own"
         self.pool = make_thread_pool(threads, helpers=helpers, cpus=helper_cpus(threads))
         # Blocks of requests in the step under way that a KV connector may have written; the worker sets it, each layer
         # summarises them before it attends.
         self.loaded_blocks: torch.Tensor | None = None
         self.requests = RequestSlots()
+        self.blocks = BlockMirror()  # of a CUDA device, whose worker keeps it
         self.device_tier: DeviceTier | None = None  # once `open_device` has made it
+        self.cuda_layers: CudaLayers | None = None  # likewise, of a CUDA device
         self._hgca_layers: list[_native.HgcaLayer] = []
         self._predictor: tuple[_native.HeadPredictor, float] | None = None  # and the error that it was made for
         self._attention: dict[tuple[torch.dtype, int, int, int, int, float], NativeAttention] = {}
@@ -126,11 +144,20 @@ class HostRuntime:
         self.requests.attach(states)
         return states
 
-    def open_device(self, kv_caches: Sequence[torch.Tensor], attentions: Sequence[NativeAttention]) -> None:
+    def open_device(
+        self,
+        kv_caches: Sequence[torch.Tensor],
+        attentions: Sequence[NativeAttention],
+        *,
+        device: torch.device | None = None,
+        device_bytes: int = 0,
+    ) -> None:
         """Make the device tier, where the settings ask for a device. ConfigError where it cannot be served.
 
-        kv_caches    the KV memory of every layer
-        attentions   the kernels of these layers, which must be one and the same: the pool's pages have one shape
+        kv_caches      the KV memory of every layer
+        attentions     the kernels of these layers, which must be one and the same: the pool's pages have one shape
+        device         of a CUDA device: where the model's tensors lie
+        device_bytes   of a CUDA device: memory for the pool, where the settings do not number its slots
         """
         self.close()
         if self.settings.device == "none":
@@ -142,13 +169,17 @@ class HostRuntime:
                 f"model has {len(kernels)}"
             )
         (attention,) = kernels.values()
-        self.device_tier = DeviceTier(self.settings, kv_caches, attention)
+        self.device_tier = DeviceTier(self.settings, kv_caches, attention, device=device, device_bytes=device_bytes)
+        if device is not None:
+            from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers  # noqa: PLC0415  (Triton, which others lack)
+
+            self.cuda_layers = CudaLayers(self.device_tier, attention, kv_caches)
 
     def close(self) -> None:
         """End the threads of the device tier; a runtime without one has none to end."""
         if self.device_tier is not None:
             self.device_tier.close()
-            self.device_tier = None
+            self.device_tier = self.cuda_layers = None
 
     def describe(self) -> str:
         """Settings in effect and what they became on this machine."""

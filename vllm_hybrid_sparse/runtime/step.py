@@ -30,16 +30,17 @@ class _Step:
     """What the phases of one call share."""
 
     rows: LayerRows
+    queries: Tensor  # [rows, q_heads, head_dim] of the KV dtype, in host memory
     kv_cache: Tensor
     batch: TieredBatch
 
     def query(self, group: GroupKey) -> Tensor:
         """The group's query heads, [group, head_dim]."""
-        return self.rows.query[group.row, self.rows.states.heads(group)]
+        return self.queries[group.row, self.rows.states.heads(group)]
 
     def lse(self, group: GroupKey) -> Tensor:
         """Log-sum-exp of what the device has attended so far, [group]."""
-        return self.rows.states.lse[group.row, self.rows.states.heads(group)]
+        return self.rows.states.shown_lse[group.row, self.rows.states.heads(group)]
 
 
 class TieredLayer:
@@ -65,22 +66,26 @@ class TieredLayer:
         kv_cache: Tensor,
         batch: TieredBatch,
         output: Tensor,
+        *,
+        device_output: tuple[Tensor, Sequence[int]] | None = None,
     ) -> None:
         """Append the batch's keys and values, summarise the pages they fill, attend, and write `output`.
 
         The arguments are those of `NativeAttention.forward`.
+
+        device_output   where the decode rows' attention goes instead of to `output`: a tensor where the device gives
+                        it, and its row for each decode row
         """
         self._attention.forward(query, key, value, kv_cache, batch.native, self._selection, None, output)
         if key is not None and value is not None:
             self._write_through(key, value, self._tier.layer_of(kv_cache), batch)
         if batch.rows:
-            self._decode(query, kv_cache, batch, output)
+            self._decode(query, kv_cache, batch, *(device_output or (output, batch.rows)))
 
     def _write_through(self, key: Tensor, value: Tensor, layer: int, batch: TieredBatch) -> None:
         """Keep the pool true: pages that prefill has written are dropped, a decode row's token is written there too."""
+        self.drop_pages(layer, batch.written_pages)
         loader, kv_heads = self._tier.loader, range(self._attention.num_kv_heads)
-        if batch.written_pages:
-            loader.forget([PageKey(layer, head, page) for page in batch.written_pages for head in kv_heads]).result()
         stored = [(row, slot) for row, slot in zip(batch.rows, batch.new_slots, strict=True) if slot >= 0]
         if stored:
             tokens = [row for row, _ in stored]
@@ -88,20 +93,27 @@ class TieredLayer:
             offsets = [slot % PAGE_TOKENS for _, slot in stored for _ in kv_heads]
             loader.append(keys, offsets, key[tokens].flatten(0, 1), value[tokens].flatten(0, 1)).result()
 
-    def _decode(self, query: Tensor, kv_cache: Tensor, batch: TieredBatch, output: Tensor) -> None:
+    def drop_pages(self, layer: int, pages: Sequence[int]) -> None:
+        """Have the pool forget pages of the host store, of all KV heads of a layer, that are written."""
+        if pages:
+            heads = range(self._attention.num_kv_heads)
+            self._tier.loader.forget([PageKey(layer, head, page) for page in pages for head in heads]).result()
+
+    def _decode(
+        self, query: Tensor, kv_cache: Tensor, batch: TieredBatch, output: Tensor, output_rows: Sequence[int]
+    ) -> None:
         started = time.perf_counter()
-        attention, tier, tokens = self._attention, self._tier, list(batch.rows)
+        tier, queries = self._tier, query[list(batch.rows)]
         rows = LayerRows(
             layer=tier.layer_of(kv_cache),
             source=tier.source(kv_cache),
-            query=query[tokens],
             scale=self._scale,
             block_tables=[table.numpy() for table in batch.block_tables],
-            states=tier.device.begin(len(tokens), attention.num_q_heads, attention.num_kv_heads, attention.head_dim),
+            states=tier.device.begin(queries, self._attention.num_kv_heads),
         )
-        step = _Step(rows=rows, kv_cache=kv_cache, batch=batch)
+        step = _Step(rows=rows, queries=queries, kv_cache=kv_cache, batch=batch)
         attending = self._start_retained(step)
-        scores = [self._scores(step, row) for row in range(len(tokens))]  # while the device attends
+        scores = [self._scores(step, row) for row in range(len(queries))]  # while the device attends
         retained = self._finish(step, attending)
         readings, shares = self._rank(step, scores)
         queue = TaskQueue(self._plan(self._tasks(step, readings, scores)))
@@ -111,9 +123,8 @@ class TieredLayer:
         finally:
             wait([attending])  # nothing of this step may still run when it has failed
         selected = self._finish(step, attending)
-        for group, result in hosted.items():
-            tier.device.merge(rows.states, group, result.state)
-        output[tokens] = rows.states.out.to(output.dtype)
+        tier.device.merge(rows.states, {group: result.state for group, result in hosted.items()})
+        tier.device.give(rows.states, output, output_rows)
         pages = {group: selected.pages_read.get(group, 0) for group in readings}
         pages |= {group: result.pages_read for group, result in hosted.items()}
         self.last_pages = {group: readings[group].pages[:count] for group, count in pages.items()}
@@ -139,7 +150,7 @@ class TieredLayer:
             self._tier.report_failure(error)
             table = step.batch.block_tables[reading.group.row]
             state = self._host.attend(step.query(reading.group), step.kv_cache, table, reading, pages)
-            self._tier.device.merge(step.rows.states, reading.group, state)
+            self._tier.device.merge(step.rows.states, {reading.group: state})
         return result
 
     def _scores(self, step: _Step, row: int) -> Tensor:
@@ -148,7 +159,7 @@ class TieredLayer:
         if first == end:
             return no_scores(self._attention.num_q_heads)
         table = step.batch.block_tables[row]
-        return score_pages(self._attention, step.rows.query[row], step.kv_cache, table, first, end)
+        return score_pages(self._attention, step.queries[row], step.kv_cache, table, first, end)
 
     def _rank(self, step: _Step, scores: Sequence[Tensor]) -> tuple[dict[GroupKey, Reading], dict[GroupKey, float]]:
         """What each group may read, and P_acc before it reads any of that."""

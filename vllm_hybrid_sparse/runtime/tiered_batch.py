@@ -1,5 +1,6 @@
 """The requests of one step on two tiers: what the native core computes, and the decode rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -23,9 +24,19 @@ class TieredBatch:
 
     @classmethod
     def from_tensors(
-        cls, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, slot_mapping: Tensor, decode_mask: Tensor
+        cls,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        decode_mask: Tensor,
+        *,
+        written_pages: Sequence[int] = (),
     ) -> Self:
-        """Check and divide. The arguments and errors are those of `NativeBatch.from_tensors`."""
+        """Check and divide. The arguments and errors are those of `NativeBatch.from_tensors`.
+
+        written_pages   pages of the host store that something else than the batch's tokens is stored in
+        """
         NativeBatch.from_tensors(query_start_loc, seq_lens, block_table, slot_mapping, decode_mask)
         decodes = decode_mask.bool() & (query_start_loc.diff() == 1)
         lengths = seq_lens.masked_fill(decodes, 0)
@@ -41,5 +52,5 @@ class TieredBatch:
             seq_lens=tuple(seq_lens[requests].tolist()),
             block_tables=tuple(block_table[request] for request in requests.tolist()),
             new_slots=tuple(slot_mapping[tokens].tolist()),
-            written_pages=tuple((stored[stored >= 0] // PAGE_TOKENS).unique().tolist()),
+            written_pages=(*(stored[stored >= 0] // PAGE_TOKENS).unique().tolist(), *written_pages),
         )

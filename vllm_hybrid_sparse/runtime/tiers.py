@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
@@ -13,8 +14,10 @@ from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, Nativ
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.layout import BlockLayout
+from vllm_hybrid_sparse.memory.queues import open_queue
 from vllm_hybrid_sparse.memory.transfers import Loader
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
+from vllm_hybrid_sparse.runtime.device import Device
 from vllm_hybrid_sparse.runtime.device_side import DeviceSide
 from vllm_hybrid_sparse.runtime.emulated import EmulatedDevice
 from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
@@ -31,16 +34,26 @@ class DeviceTier:
     pool cannot hold what one group needs, or the layers' pages differ.
     """
 
-    def __init__(self, settings: HybridSparseConfig, kv_caches: Sequence[Tensor], attention: NativeAttention) -> None:
+    def __init__(
+        self,
+        settings: HybridSparseConfig,
+        kv_caches: Sequence[Tensor],
+        attention: NativeAttention,
+        *,
+        device: torch.device | None = None,
+        device_bytes: int = 0,
+    ) -> None:
         """Raises ConfigError.
 
-        kv_caches   one a layer, as `NativeAttention.forward` takes them; one that two layers share counts once
-        attention   the kernel of all these layers
+        kv_caches      one a layer, as `NativeAttention.forward` takes them; one that two layers share counts once
+        attention      the kernel of all these layers
+        device         of a CUDA device: where its slots lie; with it the kernels run there, in CPU memory interpreted
+        device_bytes   of a CUDA device: memory for the slots, where the settings do not number them
         """
         self.settings = settings
         self._layer_of = {address: layer for layer, address in enumerate(_addresses(kv_caches))}
         shape = PoolShape(
-            capacity_pages=settings.device_pool_pages or 0,
+            capacity_pages=settings.device_pool_pages or device_bytes // attention.layout.page_bytes,
             layers=len(self._layer_of),
             head_dim=attention.head_dim,
             dtype=attention.dtype,
@@ -54,9 +67,8 @@ class DeviceTier:
                 f"hybrid_sparse.device_pool_pages={shape.capacity_pages}: must be at least {least}, two microbatches "
                 f"of one KV head{of_layers}"
             )
-        self.pool = DevicePool(shape)
+        self.pool, self.device = open_device(shape, device)
         self.loader = Loader(self.pool)
-        self.device = EmulatedDevice(self.pool)
         self.side = DeviceSide(self.loader, self.device)
         self.launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
         self._layout = BlockLayout(
@@ -141,6 +153,18 @@ class DeviceTier:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def open_device(shape: PoolShape, device: torch.device | None) -> tuple[DevicePool, Device]:
+    """A pool and what attends to its slots: the emulated device, or a CUDA one whose slots lie on `device`."""
+    if device is None:
+        pool = DevicePool(shape)
+        return pool, EmulatedDevice(pool)
+    from vllm_hybrid_sparse.memory.cuda_pool import CudaPool  # noqa: PLC0415  (Triton, which only this device needs)
+    from vllm_hybrid_sparse.runtime.cuda import CudaDevice  # noqa: PLC0415
+
+    on_cuda = CudaPool(shape, open_queue(device))
+    return on_cuda, CudaDevice(on_cuda)
 
 
 def group_pages(settings: HybridSparseConfig) -> int:

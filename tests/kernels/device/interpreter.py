@@ -1,7 +1,9 @@
-"""Triton's interpreter, with the one thing mended that these kernels need and it lacks."""
+"""Triton's interpreter, with two things mended that these kernels and their callers need and it lacks."""
 
+import threading
 from typing import Any
 
+import numpy as np
 import triton
 from triton import language as tl
 from triton.runtime import interpreter
@@ -15,7 +17,10 @@ def interprets() -> bool:
 
 
 def mend_interpreter() -> None:
-    """Let the interpreter's dot products take bf16, whose bits it would multiply as whole numbers."""
+    """Let the interpreter's dot products take bf16, and let threads launch side by side, as on a GPU.
+
+    It would multiply the bits of bf16 as whole numbers, and it keeps the place in the grid in one global variable.
+    """
     create_dot = interpreter.InterpreterBuilder.create_dot
     if getattr(create_dot, "takes_bf16", False):
         return
@@ -31,3 +36,11 @@ def mend_interpreter() -> None:
 
     mended.takes_bf16 = True  # type: ignore[attr-defined]
     interpreter.InterpreterBuilder.create_dot = mended
+
+    launch, lock = interpreter.GridExecutor.__call__, threading.RLock()
+
+    def launch_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock, np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            return launch(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = launch_alone

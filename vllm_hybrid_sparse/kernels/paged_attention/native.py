@@ -159,6 +159,7 @@ class NativeAttention:
         self.num_q_heads = num_q_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.scale = scale
         self.pool = pool or make_thread_pool(num_threads)
         self.layout = _native.Layout(
             getattr(_native.DType, DTYPE_NAMES[dtype]),

@@ -26,13 +26,22 @@ class Progress:
     stop: Tensor  # [1] int32 in host memory, pinned beside a GPU: 1 once none is active
 
     @classmethod
-    def begin(cls, candidates: Tensor, budget: Tensor, q_heads: int, stop: Tensor | None = None) -> Self:
+    def begin(
+        cls,
+        candidates: Tensor,
+        budget: Tensor,
+        q_heads: int,
+        stop: Tensor | None = None,
+        active: int | None = None,
+    ) -> Self:
         """Nothing read, no row done.
 
         candidates   [rows, kv_heads]   int32, candidate pages of each group (Algorithm 1, line 7)
         budget       [rows, kv_heads]   int32, the most of them that may be read
         stop         [1]                int32, 0, in host memory; None: a new one. Before it is set to 0 again, the work
                                         that writes it must have ended
+        active       rows and KV heads that are to be done before the stop flag is set; None: all. With fewer, the
+                     caller marks the others as done
         """
         check_tensor("candidates", candidates, torch.int32, (None, None), candidates.device)
         check_tensor("budget", budget, torch.int32, candidates.shape, candidates.device)
@@ -48,6 +57,6 @@ class Progress:
             budget_left=budget.clone(),
             done=torch.zeros(rows, kv_heads, dtype=torch.uint8, device=device),
             mass=torch.zeros(rows, q_heads, device=device),
-            active=torch.full((1,), rows * kv_heads, dtype=torch.int32, device=device),
+            active=torch.full((1,), rows * kv_heads if active is None else active, dtype=torch.int32, device=device),
             stop=stop,
         )

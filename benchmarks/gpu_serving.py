@@ -1,0 +1,195 @@
+"""Greedy answers of vLLM with hybrid_sparse, where it must be exact, against those of another backend.
+
+    python -m benchmarks.gpu_serving CASE [--baseline FLASH_ATTN] [--dtype bfloat16] [--device cuda]
+
+A random Llama of four layers answers prompts from 3 to 1500 tokens, with shared beginnings, in chunks. Each engine runs
+in a process of its own. At half precision two backends may round to different tokens where two are as likely: such a
+place is a tie, the answers are compared up to it, and it is named. Anything else is a failure, and the exit status 1;
+77 where vLLM is not installed. On a machine without a GPU: `--baseline CPU_ATTN --dtype float32 --device emulated`.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check import NOT_INSTALLED
+
+VOCABULARY = 512
+NEW_TOKENS = 24
+SHOWN = 5  # most likely tokens that are kept of every place
+TIES = {"bfloat16": 0.15, "float16": 0.03, "float32": 1e-3}  # log-probabilities this close may round either way
+ENGINE_TIMEOUT_S = 280
+
+EXACT = {"policy": "dense", "sink_tokens": 16, "window_tokens": 64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One way of serving that must change no answer."""
+
+    settings: Mapping[str, Any]
+    env: Mapping[str, str]
+    eager: bool = True
+
+
+CASES = {
+    "dense": Case(settings=EXACT, env={}),
+    "graphs": Case(settings=EXACT, env={}, eager=False),
+    "small_pool": Case(settings={**EXACT, "device_pool_pages": 32}, env={}),
+    "shared": Case(settings={**EXACT, "host_share": "queue"}, env={}),
+    "threshold": Case(settings={**EXACT, "policy": "progressive", "threshold": 1.0, "microbatch_pages": 4}, env={}),
+    "runner_v1": Case(settings=EXACT, env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a backend said at one place of an answer."""
+
+    token: int
+    likely: dict[int, float]  # log-probabilities of the most likely tokens
+
+
+def prompts() -> list[list[int]]:
+    """Token ids of the requests; the last two begin like the one before them."""
+    numbers = random.Random(0)
+    made = [[numbers.randrange(3, VOCABULARY) for _ in range(length)] for length in (3, 16, 17, 300, 1500)]
+    return [*made, [*made[-1][:1024], 7, 8, 9], made[-1][:640]]
+
+
+def write_model(folder: Path, dtype: str) -> None:
+    """Write a random Llama whose next tokens are not all alike."""
+    import torch  # noqa: PLC0415  (seconds to import; the parent process needs neither)
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")):
+                weight.mul_(6.0)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+
+
+def answer(folder: Path, backend: str, dtype: str, settings: Mapping[str, Any] | None, *, eager: bool) -> list[Any]:
+    """Answer every prompt in this process: for each request, `[token, [[token, log-probability], …]]` by place."""
+    from vllm import LLM, SamplingParams  # noqa: PLC0415
+
+    ours = {"additional_config": {"hybrid_sparse": dict(settings)}} if settings is not None else {}
+    llm = LLM(
+        str(folder),
+        attention_backend=backend,
+        dtype=dtype,
+        max_model_len=2048,
+        max_num_batched_tokens=256,  # long prompts come in chunks, beside rows that decode
+        gpu_memory_utilization=0.5,
+        kv_cache_memory_bytes=2**28,
+        enforce_eager=eager,
+        skip_tokenizer_init=True,
+        seed=0,
+        **ours,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=SHOWN, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], sampling)
+    answers = []
+    for output in outputs:
+        completion = output.outputs[0]
+        assert completion.logprobs is not None
+        answers.append(
+            [
+                [token, [[other, entry.logprob] for other, entry in entries.items()]]
+                for token, entries in zip(completion.token_ids, completion.logprobs, strict=True)
+            ]
+        )
+    return answers
+
+
+def difference(theirs: Sequence[Place], ours: Sequence[Place], tie: float) -> tuple[str, bool]:
+    """How two answers to one prompt differ, empty where they do not, and whether that is a failure."""
+    for place, (one, other) in enumerate(zip(theirs, ours, strict=True)):
+        if one.token == other.token:
+            continue
+        if other.token not in one.likely:
+            return f"place {place}: token {other.token} is none of the baseline's {SHOWN} most likely", True
+        gap = one.likely[one.token] - one.likely[other.token]
+        return f"place {place}: tokens {one.token} and {other.token}, {gap:.3f} apart in the baseline", gap > tie
+    return "", False
+
+
+def compare(theirs: Sequence[Any], ours: Sequence[Any], tie: float) -> tuple[list[str], bool]:
+    """A line for each request, and whether all of them agree but for ties."""
+    lines, fine = [], True
+    for request, pair in enumerate(zip(theirs, ours, strict=True)):
+        one, other = ([Place(token, dict(map(tuple, likely))) for token, likely in places] for places in pair)
+        text, failed = difference(one, other, tie)
+        said = f"{text}, {'WRONG' if failed else 'a tie'}" if text else "equal"
+        lines.append(f"request {request}: {said}")
+        fine &= not failed
+    return lines, fine
+
+
+def run_engine(arguments: Sequence[str], env: Mapping[str, str], out: Path) -> Any:
+    """Answer in a process of its own. Raises CalledProcessError or TimeoutExpired where it does not."""
+    command = [sys.executable, "-m", "benchmarks.gpu_serving", *arguments, "--answers", str(out)]
+    subprocess.run(command, env=os.environ | dict(env), check=True, timeout=ENGINE_TIMEOUT_S)
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare one case with the baseline."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--baseline", default="FLASH_ATTN")
+    parser.add_argument("--dtype", default="bfloat16", choices=TIES)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "emulated", "none"))
+    parser.add_argument("--side", choices=("baseline", "ours"), help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--answers", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    case = CASES[options.case]
+    if options.side:
+        ours = options.side == "ours"
+        backend = "hybrid_sparse" if ours else options.baseline
+        settings = {**case.settings, "device": options.device} if ours else None
+        answers = answer(options.model, backend, options.dtype, settings, eager=case.eager)
+        options.answers.write_text(json.dumps(answers), encoding="utf-8")
+        return 0
+    if find_spec("vllm") is None:
+        print("vllm is not installed")
+        return NOT_INSTALLED
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / "model", options.dtype)
+        given = [options.case, "--baseline", options.baseline, "--dtype", options.dtype, "--device", options.device]
+        given += ["--model", str(folder / "model")]
+        theirs = run_engine([*given, "--side", "baseline"], {}, folder / "baseline.json")
+        ours = run_engine([*given, "--side", "ours"], case.env, folder / "ours.json")
+    lines, fine = compare(theirs, ours, TIES[options.dtype])
+    print("\n".join(lines))
+    equal = sum(line.endswith("equal") for line in lines)
+    print(f"{options.case}: {equal} of {len(lines)} answers equal to {options.baseline}, {'ok' if fine else 'WRONG'}")
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""vLLM's GPU worker over a host store: all of it but the GPU, whose place tensors in CPU memory take."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu import attn_utils
+from vllm.v1.worker.gpu_worker import Worker
+
+from tests.glue.test_device_blocks import step
+from tests.kernels.device.interpreter import interprets, mend_interpreter
+from tests.tolerances import assert_close
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.glue import cuda_worker
+from vllm_hybrid_sparse.glue.backend import HybridSparseBackend
+from vllm_hybrid_sparse.glue.cuda_worker import HybridSparseCUDAWorker, allocated_on_host, follow, one_of_each_storage
+from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadataBuilder
+from vllm_hybrid_sparse.glue.support import _refuse_on_cuda
+from vllm_hybrid_sparse.glue.worker_report import take_report
+from vllm_hybrid_sparse.kernels.dense_attention.reference import attend_dense
+from vllm_hybrid_sparse.metrics import Interval
+from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
+from vllm_hybrid_sparse.runtime.host import HostRuntime
+
+GIB = 2**30
+BLOCK_TOKENS, KV_HEADS, Q_HEADS, HEAD_DIM, BLOCKS = 32, 2, 4, 16, 8
+
+
+def new_request(name: str, blocks: list[int]) -> Any:
+    return SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=0)
+
+
+def cached(requests: dict[str, list[int] | None], resumed: set[str] = frozenset()) -> Any:  # type: ignore[assignment]
+    return SimpleNamespace(
+        req_ids=list(requests),
+        new_block_ids=[None if blocks is None else (blocks,) for blocks in requests.values()],
+        num_computed_tokens=[0] * len(requests),
+        resumed_req_ids=set(resumed),
+    )
+
+
+class TestMirror:
+    """Block tables as the scheduler tells them, for either of the runners."""
+
+    def tables(self, mirror: BlockMirror, *names: str) -> Any:
+        with mirror.step(lambda _order: names):
+            return mirror.tables()
+
+    def test_blocks_come_with_new_requests_and_with_those_that_grow(self) -> None:
+        mirror = BlockMirror()
+        follow(mirror, step(scheduled_new_reqs=[new_request("a", [3, 1]), new_request("b", [5])]))
+        follow(mirror, step(scheduled_cached_reqs=cached({"a": [7], "b": None})))
+        assert self.tables(mirror, "b", "a") == [[5], [3, 1, 7]]
+
+    def test_a_request_that_resumes_has_other_blocks(self) -> None:
+        mirror = BlockMirror()
+        follow(mirror, step(scheduled_new_reqs=[new_request("a", [3, 1]), new_request("b", [5])]))
+        follow(mirror, step(preempted_req_ids={"a", "b"}))
+        assert len(mirror) == 0
+        follow(
+            mirror, step(scheduled_cached_reqs=cached({"a": [2, 6]}, {"a"}), scheduled_new_reqs=[new_request("b", [9])])
+        )
+        assert self.tables(mirror, "a", "b") == [[2, 6], [9]]
+
+    def test_nothing_is_left_of_requests_that_end(self) -> None:
+        mirror = BlockMirror()
+        for name in map(str, range(1000)):
+            follow(mirror, step(scheduled_new_reqs=[new_request(name, [1])]))
+            follow(mirror, step(finished_req_ids={name, "unknown"}))
+        assert len(mirror) == 0
+
+    def test_a_made_up_step_has_no_tables(self) -> None:
+        mirror = BlockMirror()
+        assert mirror.tables() is None
+        with pytest.raises(ZeroDivisionError), mirror.step(lambda _order: [1 // 0]):  # type: ignore[list-item]
+            mirror.tables()
+        assert mirror.tables() is None
+
+
+@pytest.mark.parametrize("v2", [True, False])
+def test_caches_are_allocated_on_the_host_by_vllm_s_own_function(v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = attn_utils if v2 else gpu_model_runner
+    asked: list[Any] = []
+    monkeypatch.setattr(module, "allocate_kv_cache", lambda *given, **named: asked.append((given, named)))
+    ours = module.allocate_kv_cache
+
+    def initialize(*, fails: bool) -> None:
+        with allocated_on_host(v2=v2):
+            module.allocate_kv_cache("config", torch.device("cuda", 1), "layout", kernel_block_sizes=[16])
+            if fails:
+                raise MemoryError
+
+    with pytest.raises(MemoryError):
+        initialize(fails=True)
+    assert asked == [(("config", torch.device("cpu"), "layout"), {"kernel_block_sizes": [16]})]
+    assert module.allocate_kv_cache is ours
+
+
+def test_memory_that_layers_share_is_pinned_once() -> None:
+    store, other = torch.zeros(100), torch.zeros(3)
+    assert [tensor.numel() for tensor in one_of_each_storage([store[:50], store[50:], other])] == [50, 3]
+
+
+def bare_worker(runtime: HostRuntime | None = None) -> Any:
+    made: Any = HybridSparseCUDAWorker.__new__(HybridSparseCUDAWorker)
+    made._runtime = runtime
+    return made
+
+
+@pytest.mark.parametrize("asked", [None, 3 * GIB])
+def test_vllm_counts_blocks_by_host_memory_and_the_pool_gets_what_profiling_leaves(
+    asked: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int | None] = []
+
+    def profile(self: Any) -> int:
+        seen.append(self.cache_config.kv_cache_memory_bytes)
+        return 20 * GIB
+
+    runtime = HostRuntime(HybridSparseConfig(device="cuda", num_threads=1))
+    monkeypatch.setattr(Worker, "determine_available_memory", profile)
+    monkeypatch.setattr(cuda_worker, "available_bytes", lambda: 40 * GIB)
+    monkeypatch.setattr(cuda_worker, "settings_of", lambda _config: runtime.settings)
+    kernel = kernel_of(runtime)
+    worker = bare_worker()
+    worker._attentions = lambda: [kernel]
+    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=asked)
+    worker.parallel_config = SimpleNamespace(local_world_size=2)
+    worker.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=1000))
+    monkeypatch.setattr(cuda_worker, "host_runtime", lambda _settings: runtime)
+    monkeypatch.setattr(cuda_worker, "set_current_vllm_config", lambda _config: torch.no_grad())
+    assert worker.determine_available_memory() == (asked or 10 * GIB)
+    assert seen == [None]
+    assert worker.cache_config.kv_cache_memory_bytes == asked
+    working = 4 * KV_HEADS * 128 * 16 * HEAD_DIM * 4 + 8 * 1000 * Q_HEADS * (HEAD_DIM + 1) * 4
+    assert worker._pool_bytes == 20 * GIB - working
+
+
+def kernel_of(runtime: HostRuntime) -> Any:
+    return runtime.attention(
+        dtype=torch.float32,
+        num_q_heads=Q_HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        block_tokens=BLOCK_TOKENS,
+        scale=0.25,
+    )
+
+
+class Served:
+    """A worker whose "model" is one layer: what vLLM would hand to it is made here, as each runner does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, v2: bool) -> None:
+        settings = HybridSparseConfig(
+            device="cuda", policy="dense", device_pool_pages=64, sink_tokens=16, window_tokens=32, num_threads=1
+        )
+        self.runtime = HostRuntime(settings)
+        kernel = kernel_of(self.runtime)
+        self.kv_cache = torch.full((BLOCKS, KV_HEADS * kernel.layout.head_block_bytes), 0xFF, dtype=torch.uint8)
+        self.runtime.open_device([self.kv_cache], [kernel], device=torch.device("cpu"))
+        self.builder: Any = HybridSparseMetadataBuilder.__new__(HybridSparseMetadataBuilder)
+        self.builder._blocks, self.builder._block_tokens = self.runtime.blocks, BLOCK_TOKENS
+        self.worker = bare_worker(self.runtime)
+        self.worker._connected, self.worker.use_v2_model_runner = False, v2
+        self.worker.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK_TOKENS))
+        self.worker.model_runner = SimpleNamespace(
+            input_batch=SimpleNamespace(req_ids=[]), req_states=SimpleNamespace(index_to_req_id={5: "a", 2: "b"})
+        )
+        self.contents: dict[str, torch.Tensor] = {}
+        self.rows: list[tuple[str, int, bool]] = []
+        self.output = torch.empty(0)
+        monkeypatch.setattr(Worker, "execute_model", lambda _worker, _output: self.forward())
+
+    def forward(self) -> str:
+        """One layer over the step's rows: what is beyond them is padding."""
+        lengths, starts, parts = [], [0], []
+        for name, tokens, _ in self.rows:
+            new = torch.randn(tokens, Q_HEADS + 2 * KV_HEADS, HEAD_DIM)
+            self.contents[name] = torch.cat((self.contents.get(name, new[:0]), new))
+            lengths.append(len(self.contents[name]))
+            starts.append(starts[-1] + tokens)
+            parts.append(new)
+        index = {"a": 5, "b": 2}
+        meta = SimpleNamespace(
+            req_idx=[index[name] for name, _, _ in self.rows],
+            num_reqs=len(self.rows) + 1,
+            query_start_loc_cpu=torch.tensor([*starts, starts[-1]], dtype=torch.int32),
+            seq_lens_cpu_upper_bound=torch.tensor([*lengths, 0], dtype=torch.int32),
+            is_prefilling=torch.tensor([prefilling for _, _, prefilling in self.rows]),
+        )
+        metadata = self.builder.build(0, meta)
+        padded = torch.cat((*parts, torch.full((3, Q_HEADS + 2 * KV_HEADS, HEAD_DIM), torch.nan)))
+        query, key, value = padded.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=1)
+        self.output = torch.full_like(query, torch.nan)
+        assert self.runtime.cuda_layers is not None
+        self.runtime.cuda_layers.forward(query, key, value, self.kv_cache, metadata.batch, self.output)
+        return "done"
+
+    def step(self, rows: list[tuple[str, int, bool]], **scheduled: Any) -> None:
+        """Run a step of `(request, tokens, whether its prompt is computed)` and check every row."""
+        self.rows = rows
+        self.worker.model_runner.input_batch.req_ids = [name for name, _, _ in rows]
+        assert self.worker.execute_model(step(**scheduled)) == "done"
+        first = 0
+        for name, tokens, _ in rows:
+            query, key, value = (
+                part.transpose(0, 1) for part in self.contents[name].split([Q_HEADS, KV_HEADS, KV_HEADS], dim=1)
+            )
+            wanted, _ = attend_dense(query, key, value, scale=0.25, causal=True)
+            assert_close(self.output[first : first + tokens], wanted[:, -tokens:].transpose(0, 1), torch.float32)
+            first += tokens
+        assert self.output[first:].isnan().all()
+
+
+@pytest.fixture(params=[True, False], ids=["runner_v2", "runner_v1"])
+def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    if not interprets():
+        pytest.skip("the kernels are compiled in this run")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter asks again at its first launch
+    mend_interpreter()
+    torch.manual_seed(0)
+    made = Served(monkeypatch, v2=request.param)
+    yield made
+    made.runtime.close()
+
+
+def test_requests_are_served_from_what_the_scheduler_and_the_runner_say(served: Served) -> None:
+    served.step([("a", 40, True)], scheduled_new_reqs=[new_request("a", [6, 1])])
+    served.step([("b", 33, True), ("a", 20, True)], scheduled_new_reqs=[new_request("b", [3, 0])])
+    served.step([("a", 1, False), ("b", 1, False)], scheduled_cached_reqs=cached({"a": None, "b": None}))
+    for grown in ([4], None, None, None, None):
+        served.step([("b", 1, False), ("a", 1, False)], scheduled_cached_reqs=cached({"b": None, "a": grown}))
+
+
+def test_copied_blocks_are_read_by_the_step_that_copies_them(served: Served) -> None:
+    served.step([("a", 40, True)], scheduled_new_reqs=[new_request("a", [6, 1])])
+    served.contents["b"] = served.contents["a"][:36].clone()
+    copies = [KVCacheBlockCopy(src_block_id=1, dst_block_id=4)]
+    served.step([("b", 1, True)], scheduled_new_reqs=[new_request("b", [6, 4])], kv_cache_block_copies=copies)
+    served.step([("b", 1, False)], scheduled_cached_reqs=cached({"b": None}))
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_the_figures_ride_on_the_output_of_either_runner(
+    served: Served, promised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Promise(AsyncModelRunnerOutput):
+        def get_output(self) -> ModelRunnerOutput:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+
+    ending = Promise() if promised else EMPTY_MODEL_RUNNER_OUTPUT
+    monkeypatch.setattr(Worker, "sample_tokens", lambda *_: ending)
+    worker = served.worker
+    worker._interval, worker._logs, worker._reports, worker._host_kv_bytes = Interval(0.0), False, True, 5
+    served.runtime._layers = 1
+    assert worker.sample_tokens(None) is EMPTY_MODEL_RUNNER_OUTPUT  # nothing was decoded
+    served.step([("a", 40, True)], scheduled_new_reqs=[new_request("a", [6, 1])])
+    served.step([("a", 1, False)], scheduled_cached_reqs=cached({"a": None}))
+    carried = worker.sample_tokens(None).ec_connector_output.ec_connector_stats
+    report = take_report(SchedulerStats(ec_connector_stats=carried.data))
+    assert report is not None
+    assert (report.decode.rows, report.decode.selections) == (1, KV_HEADS)
+
+
+def test_a_made_up_step_has_no_batch(served: Served) -> None:
+    meta = SimpleNamespace(req_idx=None, num_reqs=3)
+    assert served.builder.build(0, meta).batch is None
+
+
+@pytest.mark.parametrize(("major", "serves"), [(7, False), (8, True), (9, True)])
+def test_the_backend_says_which_gpus_it_serves(major: int, serves: bool) -> None:
+    assert HybridSparseBackend.supports_compute_capability(SimpleNamespace(major=major, minor=0)) is serves
+
+
+def test_what_a_gpu_does_not_serve_is_refused_before_a_process_is_started() -> None:
+    def config(**changes: Any) -> Any:
+        given: dict[str, Any] = {
+            "kv_transfer_config": None,
+            "parallel_config": SimpleNamespace(enable_dbo=False),
+            "model_config": SimpleNamespace(get_head_size=lambda: 128),
+        }
+        return SimpleNamespace(**(given | changes))
+
+    _refuse_on_cuda(config())
+    for name, changes in (
+        ("kv_connector=Some", {"kv_transfer_config": SimpleNamespace(kv_connector="Some")}),
+        ("enable_dbo=True", {"parallel_config": SimpleNamespace(enable_dbo=True)}),
+        ("head_size=512: must be at most 256", {"model_config": SimpleNamespace(get_head_size=lambda: 512)}),
+    ):
+        with pytest.raises(ConfigError, match=f"^{name}.* on cuda"):
+            _refuse_on_cuda(config(**changes))

@@ -1,0 +1,114 @@
+"""What the plugin has each of vLLM's platforms decide, where the backend is selected and where it is not."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm import platforms
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.glue import plugin
+from vllm_hybrid_sparse.glue.plugin import CPU_WORKER_PATH, CUDA_WORKER_PATH, hook_platform
+from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, member
+
+
+@pytest.fixture
+def no_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave vLLM's loggers alone."""
+    monkeypatch.setattr(plugin, "_hook_stat_loggers", lambda: None)
+
+
+def platform_of(monkeypatch: pytest.MonkeyPatch, *, on_cuda: bool) -> Any:
+    """A platform as vLLM's are, hooked and current; what vLLM's own decisions were asked is in `asked`."""
+
+    class Platform:
+        asked: list[Any] = []  # noqa: RUF012
+
+        @classmethod
+        def get_attn_backend_cls(cls, backend: Any, selector: Any, **_: Any) -> str:
+            cls.asked.append(backend)
+            if getattr(selector, "refused", False):
+                raise ValueError("compute capability not supported")
+            return "vllm's"
+
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            cls.asked.append(vllm_config)
+
+    monkeypatch.setattr(platforms, "current_platform", SimpleNamespace(is_cuda=lambda: on_cuda))
+    hook_platform(Platform, on_cuda=on_cuda)
+    return Platform
+
+
+def config_of(backend: Any, **changes: Any) -> Any:
+    given: dict[str, Any] = {
+        "attention_config": SimpleNamespace(backend=backend),
+        "parallel_config": SimpleNamespace(worker_cls="auto", enable_dbo=False),
+        "scheduler_config": SimpleNamespace(async_scheduling=True),
+        "additional_config": {},
+        "cache_config": None,
+        "speculative_config": None,
+        "model_config": None,
+        "kv_transfer_config": None,
+    }
+    return SimpleNamespace(**(given | changes))
+
+
+SELECTOR: dict[str, Any] = {
+    "attn_type": "decoder",
+    "head_size": 64,
+    "dtype": torch.bfloat16,
+    "kv_cache_dtype": "auto",
+}
+
+
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize(("on_cuda", "path"), [(True, CUDA_WORKER_PATH), (False, CPU_WORKER_PATH)])
+def test_each_platform_gets_its_worker(on_cuda: bool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform, config = platform_of(monkeypatch, on_cuda=on_cuda), config_of(member())
+    platform.check_and_update_config(config)
+    platform.check_and_update_config(config)  # as in the engine's process
+    assert config.parallel_config.worker_cls == path
+    assert config.scheduler_config.async_scheduling is not on_cuda
+    assert platform.asked == [config, config]
+
+
+@pytest.mark.parametrize("on_cuda", [True, False])
+def test_nothing_changes_where_another_backend_is_selected(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform, config = platform_of(monkeypatch, on_cuda=on_cuda), config_of(None)
+    platform.check_and_update_config(config)
+    assert config.parallel_config.worker_cls == "auto"
+    assert config.scheduler_config.async_scheduling
+    assert platform.get_attn_backend_cls(None, SimpleNamespace()) == "vllm's"
+
+
+@pytest.mark.usefixtures("no_loggers")
+def test_a_worker_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = platform_of(monkeypatch, on_cuda=True)
+    config = config_of(member(), parallel_config=SimpleNamespace(worker_cls="theirs", enable_dbo=False))
+    platform.check_and_update_config(config)
+    assert config.parallel_config.worker_cls == "theirs"
+
+
+@pytest.mark.usefixtures("no_loggers")
+def test_a_policy_that_cuda_does_not_serve_is_refused_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = platform_of(monkeypatch, on_cuda=True)
+    config = config_of(member(), additional_config={"hybrid_sparse": {"policy": "hgca"}})
+    with pytest.raises(ConfigError, match="attends to pages, and the policy is hgca"):
+        platform.check_and_update_config(config)
+    assert platform.asked == []
+
+
+def test_on_cuda_vllm_asks_the_backend_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = platform_of(monkeypatch, on_cuda=True)
+    assert platform.get_attn_backend_cls(member(), SimpleNamespace(**SELECTOR)) == BACKEND_PATH
+    assert platform.asked == [member()]
+    with pytest.raises(ValueError, match="compute capability not supported"):
+        platform.get_attn_backend_cls(member(), SimpleNamespace(**SELECTOR, refused=True))
+    on_cpu = platform_of(monkeypatch, on_cuda=False)
+    assert on_cpu.get_attn_backend_cls(member(), SimpleNamespace(**SELECTOR)) == BACKEND_PATH
+    assert on_cpu.asked == []

@@ -1,0 +1,36 @@
+"""Which device each of vLLM's platforms gets."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.glue.settings import settings_of, settings_on
+
+
+def test_a_cuda_platform_gets_cuda_and_no_other_does() -> None:
+    assert settings_on({}, on_cuda=True).device == "cuda"
+    assert settings_on({"device": None}, on_cuda=True).device == "cuda"
+    assert settings_on({"device": "cuda"}, on_cuda=True).device == "cuda"
+    assert settings_on({}, on_cuda=False).device == "none"
+    assert settings_on({"device": "emulated"}, on_cuda=False).device == "emulated"
+
+
+@pytest.mark.parametrize("device", ["none", "emulated"])
+def test_a_host_device_is_refused_on_cuda(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"hybrid_sparse.device='{device}': must be cuda on vLLM's CUDA platform"):
+        settings_on({"device": device}, on_cuda=True)
+
+
+def test_cuda_is_refused_on_this_machine_s_platform() -> None:
+    config = SimpleNamespace(additional_config={"hybrid_sparse": {"device": "cuda"}})
+    with pytest.raises(ConfigError, match=r"hybrid_sparse\.device='cuda': needs vLLM's CUDA build and a GPU"):
+        settings_of(config)
+
+
+@pytest.mark.parametrize("policy", ["hgca", "fluxion"])
+def test_policies_without_pages_are_refused_on_cuda(policy: str) -> None:
+    with pytest.raises(ConfigError, match=f"attends to pages, and the policy is {policy}"):
+        settings_on({"policy": policy}, on_cuda=True)

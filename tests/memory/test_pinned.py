@@ -1,0 +1,86 @@
+"""How much host memory a store may take, and what becomes of a driver's refusal."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.memory.pinned import LEFT_BYTES, SHARE, available_bytes, host_store_bytes, pin, unpin
+
+GIB = 2**30
+
+
+class Runtime:
+    """CUDA's runtime, which pins what it is told or refuses."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert flags == 0
+        if not self.code:
+            self.pinned[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+def machine(root: Path, available_kib: int, limit: str | None = None, used: int = 0) -> Path:
+    """A file system with the files that say how much memory there is."""
+    (root / "proc").mkdir()
+    (root / "proc/meminfo").write_text(f"MemTotal:       99999999 kB\nMemAvailable: {available_kib} kB\n")
+    if limit is not None:
+        (root / "sys/fs/cgroup").mkdir(parents=True)
+        (root / "sys/fs/cgroup/memory.max").write_text(f"{limit}\n")
+        (root / "sys/fs/cgroup/memory.current").write_text(f"{used}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [(None, 0, 8 * GIB), ("max", 0, 8 * GIB), (str(6 * GIB), 2 * GIB, 4 * GIB), (str(GIB), 2 * GIB, 0)],
+)
+def test_what_is_available_is_the_machine_s_or_the_control_group_s(
+    limit: str | None, used: int, expected: int, tmp_path: Path
+) -> None:
+    assert available_bytes(machine(tmp_path, 8 * GIB // 1024, limit, used)) == expected
+
+
+def test_this_machine_has_memory() -> None:
+    assert 0 < available_bytes() < 2**60
+
+
+def test_a_store_of_no_given_size_shares_half_of_what_is_there() -> None:
+    assert host_store_bytes(None, 100 * GIB, 1) == SHARE * 100 * GIB
+    assert host_store_bytes(None, 100 * GIB, 4) == SHARE * 25 * GIB
+
+
+def test_what_was_asked_for_is_taken_or_refused() -> None:
+    fits = 100 * GIB - LEFT_BYTES
+    assert host_store_bytes(fits, 100 * GIB, 1) == fits
+    assert host_store_bytes(fits // 4, 100 * GIB, 4) == fits // 4
+    with pytest.raises(
+        ConfigError, match=rf"kv_cache_memory_bytes={fits + 1}: .* at most {fits} for each of 1 workers"
+    ):
+        host_store_bytes(fits + 1, 100 * GIB, 1)
+    with pytest.raises(ConfigError, match="for each of 4 workers"):
+        host_store_bytes(fits // 2, 100 * GIB, 4)
+
+
+def test_the_whole_memory_behind_a_view_is_pinned_and_unpinned() -> None:
+    store, runtime = torch.zeros(64), Runtime()
+    pin(store[8:16], runtime)
+    assert runtime.pinned == {store.data_ptr(): 256}
+    unpin(store[8:16], runtime)
+    assert runtime.pinned == {}
+
+
+def test_a_refusal_of_the_driver_says_what_to_do() -> None:
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_memory_bytes=256: the driver refused .* \(CUDA error 2\); give less"
+    ):
+        pin(torch.zeros(64), Runtime(code=2))

@@ -1,0 +1,56 @@
+"""Chunks of a request stored by kernels, interpreted: page by page and token by token, and nothing beside them."""
+
+import pytest
+import torch
+
+from tests.kernels.device.interpreter import interprets, mend_interpreter
+from tests.memory.host_store import HEAD_DIM, Store
+from vllm_hybrid_sparse.memory.queues import open_queue
+from vllm_hybrid_sparse.memory.write_through import WriteThrough
+from vllm_hybrid_sparse.values import PageKey
+
+PAGES = [9, 2, 7, 0, 5]  # of the store, those of the request
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not interprets():
+        pytest.skip("the kernels are compiled in this run")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter asks again at its first launch
+    mend_interpreter()
+
+
+@pytest.mark.parametrize(
+    "chunks", [(1,), (15, 1), (16,), (17,), (5, 6, 7), (32, 1, 15), (3, 40, 37), (80,), (16, 16, 47, 1)]
+)
+def test_every_token_lies_where_it_belongs(chunks: tuple[int, ...]) -> None:
+    store = Store(blocks=5, pages_per_block=2)
+    writer = WriteThrough(store.sources[0], open_queue(torch.device("cpu")))
+    content = torch.randn(2, sum(chunks), store.kv_heads, HEAD_DIM)
+    stored = 0
+    for tokens in chunks:
+        pages = torch.tensor(PAGES[stored // 16 : -(-(stored + tokens) // 16)])
+        writer.store(*content[:, stored : stored + tokens], stored, pages)
+        stored += tokens
+    whole = -(-stored // 16)
+    for head in range(store.kv_heads):
+        key, value = store.sources[0].read([PageKey(0, head, page) for page in PAGES[:whole]])
+        assert torch.equal(key.flatten(0, 1)[:stored], content[0, :, head])
+        assert torch.equal(value.flatten(0, 1)[:stored], content[1, :, head])
+        assert key.flatten(0, 1)[stored:].isnan().all()
+        others = [page for page in range(10) if page not in PAGES[:whole]]
+        assert all(part.isnan().all() for part in store.sources[0].read([PageKey(0, head, page) for page in others]))
+
+
+def test_blocks_are_named_once_their_pages_are_full() -> None:
+    store = Store(blocks=5, pages_per_block=2)
+    writer = WriteThrough(store.sources[0], open_queue(torch.device("cpu")))
+    assert writer.take().blocks == []
+    content = torch.randn(2, 80, store.kv_heads, HEAD_DIM)
+    for first, tokens, blocks in ((0, 10, []), (10, 6, [4]), (16, 1, []), (17, 47, [0, 1, 3])):
+        pages = torch.tensor(PAGES[first // 16 : -(-(first + tokens) // 16)])
+        writer.store(*content[:, first : first + tokens], first, pages)
+        stored = writer.take()
+        stored.wait()
+        assert stored.blocks == blocks
+    assert writer.take().mark is None

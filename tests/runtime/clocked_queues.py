@@ -1,0 +1,164 @@
+"""Queues that know what happens before what, and notice work that may run beside work it must not run beside.
+
+On a GPU a missing `follow` shows as answers that are wrong now and then; here it is an error every time. Every queue
+has a vector clock (Fidge, Mattern, 1988), a mark is a copy of one, and whoever waits for a mark tells all host threads:
+what they launch later is behind it. Kernels are told apart by what they read and write: a slot, an area, a page.
+"""
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_hybrid_sparse.memory import cuda_pool, write_through
+from vllm_hybrid_sparse.runtime import cuda, cuda_layer, prefill, step, tiers
+
+Clock = dict[int, int]  # by queue: how much of its work is behind
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for queue, count in other.items():
+        clock[queue] = max(clock.get(queue, 0), count)
+
+
+class Machine:
+    """All queues of a test, and who accessed what memory last."""
+
+    def __init__(self) -> None:
+        self.host: Clock = {}
+        self.races: list[str] = []
+        self.accesses = 0
+        self._lock = threading.RLock()
+        self._launching = threading.local()
+        self._caller = ClockedQueue(self, 0)
+        self._queues = [self._caller]
+        self._last: dict[Hashable, list[tuple[str, int, int]]] = {}  # of each memory: (name, queue, count)
+
+    def open_queue(self, device: torch.device) -> "ClockedQueue":
+        assert device.type == "cpu"
+        self._queues.append(ClockedQueue(self, len(self._queues)))
+        return self._queues[-1]
+
+    def current_queue(self, device: torch.device) -> "ClockedQueue":
+        assert device.type == "cpu"
+        stack = getattr(self._launching, "stack", None)
+        return stack[-1] if stack else self._caller
+
+    @contextmanager
+    def launching(self, queue: "ClockedQueue") -> Iterator[None]:
+        stack = self._launching.stack = getattr(self._launching, "stack", [])
+        stack.append(queue)
+        yield
+        stack.pop()
+
+    def launch(self, name: str, reads: list[Hashable], writes: list[Hashable]) -> None:
+        """Note one kernel, and whether it is behind all that touched its memory before."""
+        with self._lock:
+            queue = self.current_queue(torch.device("cpu"))
+            _join(queue.clock, self.host)
+            queue.clock[queue.index] = queue.clock.get(queue.index, 0) + 1
+            entry = (name, queue.index, queue.clock[queue.index])
+            self.accesses += 1
+            for memory in writes:
+                self._check(name, queue.clock, memory, "write", "read")
+                self._last[memory, "write"], self._last[memory, "read"] = [entry], []
+            for memory in reads:
+                self._check(name, queue.clock, memory, "write")
+                self._last.setdefault((memory, "read"), []).append(entry)
+
+    def host_reads(self, kind: str) -> None:
+        """Note that the host reads all memory of one kind."""
+        with self._lock:
+            for memory, how in list(self._last):  # type: ignore[misc]
+                if memory[0] == kind and how == "write":
+                    self._check("the host", self.host, memory, how)
+
+    def _check(self, name: str, clock: Clock, memory: Hashable, *kinds: str) -> None:
+        for kind in kinds:
+            for other, queue, count in self._last.get((memory, kind), []):
+                if clock.get(queue, 0) < count:
+                    self.races.append(f"{name} may run beside {other}, which {kind}s {memory}")
+
+
+class ClockedMark:
+    """A copy of a queue's clock."""
+
+    def __init__(self, machine: Machine, clock: Clock) -> None:
+        self._machine, self.clock = machine, clock
+
+    def wait(self) -> None:
+        with self._machine._lock:
+            _join(self._machine.host, self.clock)
+
+    def seconds_since(self, _earlier: "ClockedMark") -> float:
+        return 1e-6
+
+
+class ClockedQueue:
+    """A `DeviceQueue` whose work is done at once and counts as done only for those who know of it."""
+
+    def __init__(self, machine: Machine, index: int) -> None:
+        self.device = torch.device("cpu")
+        self.index, self.clock = index, Clock()
+        self._machine = machine
+
+    def launching(self) -> Any:
+        return self._machine.launching(self)
+
+    def mark(self) -> ClockedMark:
+        with self._machine._lock:
+            return ClockedMark(self._machine, dict(self.clock))
+
+    def follow(self, mark: ClockedMark) -> None:
+        with self._machine._lock:
+            _join(self.clock, mark.clock)
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        assert tensors
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Have the CUDA device's queues be clocked, and its kernels watched."""
+    machine = Machine()
+    for module in (cuda, cuda_layer, tiers):
+        monkeypatch.setattr(module, "open_queue", machine.open_queue)
+    for module in (cuda, cuda_layer, prefill):
+        monkeypatch.setattr(module, "current_queue", machine.current_queue)
+
+    def wrap(module: Any, name: str, memory: Callable[..., tuple[list[Hashable], list[Hashable]]]) -> None:
+        kernel = getattr(module, name)
+
+        def watched(*given: Any, **named: Any) -> Any:
+            machine.launch(name, *memory(*given, **named))
+            return kernel(*given, **named)
+
+        monkeypatch.setattr(module, name, watched)
+
+    def pages(host: Any, offsets: Any) -> list[Hashable]:
+        return [("page", host.data_ptr(), offset) for offset in offsets.flatten().tolist() if offset >= 0]
+
+    def slots(pool: Any, places: Any) -> list[Hashable]:
+        return [("slot", pool.data_ptr(), slot) for slot in places.flatten().tolist() if slot >= 0]
+
+    def area(pool: Any) -> list[Hashable]:
+        return [("area", pool.data_ptr())]
+
+    wrap(cuda_pool, "load_pages", lambda host, at, to, key, _: (pages(host, at), slots(key, to)))
+    wrap(cuda_pool.CudaPool, "put_tokens", lambda pool, to, *_: ([], slots(pool.key, torch.tensor(to))))
+    wrap(prefill, "load_pages", lambda host, at, _to, key, _: (pages(host, at), area(key)))
+    wrap(prefill, "attend_dense", lambda _query, key, *_, causal, **__: ([] if causal else area(key), []))
+    wrap(write_through, "store_pages", lambda host, at, *_: ([], pages(host, at)))
+    wrap(write_through, "store_tokens", lambda host, at, *_: ([], pages(host, at)))
+    wrap(cuda, "attend_slots", lambda _query, key, _value, places, *_, **__: (slots(key, places), []))
+
+    forward = step.TieredLayer.forward
+
+    def on_host(self: Any, *given: Any, **named: Any) -> None:
+        machine.host_reads("page")
+        forward(self, *given, **named)
+
+    monkeypatch.setattr(step.TieredLayer, "forward", on_host)
+    return machine

@@ -1,0 +1,63 @@
+"""No work on a GPU may run beside work that writes what it reads: the order of queues, without a GPU."""
+
+from typing import Any
+
+import pytest
+
+from tests.runtime.clocked_queues import watch
+from tests.runtime.test_cuda_layer import model_of
+from tests.runtime.test_step import POLICIES, serve, smallest_pool
+from tests.runtime.tiered_layer import TieredModel
+from vllm_hybrid_sparse.memory.cuda_pool import CudaPool
+from vllm_hybrid_sparse.runtime import prefill
+from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+def busy(model: TieredModel) -> None:
+    """Chunks, decode rows, and a pool that gives every slot to another page all the time."""
+    serve(model, (150,), steps=2)
+    one, other = model.start(), model.start()
+    model.step([(one, 70)], decode=False)
+    for tokens in (40, 90, 1):
+        model.step([(other, tokens), (one, 1)])
+
+
+@pytest.mark.parametrize("host_share", ["none", "queue"])
+@pytest.mark.parametrize("policy", ["dense", "codes"])
+def test_nothing_runs_beside_what_it_must_follow(policy: str, host_share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "STAGED_PAGES", 2)
+    machine = watch(monkeypatch)
+    settings = {**POLICIES[policy], "host_share": host_share}
+    with model_of({**settings, "device_pool_pages": smallest_pool(settings)}, layers=2) as model:
+        busy(model)
+    assert machine.races == []
+    assert machine.accesses > 50
+
+
+def no_mark(self: Any) -> None:
+    """A pool that says its copies are done when they are launched."""
+
+
+def settle_nothing(self: Any, *_: Any) -> None:
+    """Layers whose host reads what is still being stored."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "race"),
+    [
+        (CudaPool, "mark", no_mark, "attend_slots may run beside load_pages"),
+        (CudaLayers, "_settle", settle_nothing, "the host may run beside store_"),
+    ],
+)
+def test_what_is_left_out_is_noticed(
+    owner: type, name: str, broken: Any, race: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = watch(monkeypatch)
+    monkeypatch.setattr(owner, name, broken)
+    with model_of({**POLICIES["dense"], "device_pool_pages": 64}) as model:
+        request = model.start()
+        model.step([(request, 40)], decode=False)
+        model.step([(request, 1)])
+    assert any(found.startswith(race) for found in machine.races)

@@ -1,0 +1,52 @@
+"""The device pool on a GPU: its slots are filled by kernels that read pinned host memory in place."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.copy.gpu import load_pages
+from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
+from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, upload
+from vllm_hybrid_sparse.values import PageKey
+
+
+class CudaPool(DevicePool):
+    """A `DevicePool` whose writes are launched on a queue of their own, in their order.
+
+    A write returns when it is launched. Whoever reads a slot lets its own queue follow `mark` first; whoever has slots
+    filled anew sees to it that nothing still reads them, by releasing them only then.
+    """
+
+    def __init__(self, shape: PoolShape, queue: DeviceQueue) -> None:
+        super().__init__(shape, queue.device)
+        self.queue = queue
+
+    def fill(self, slots: Sequence[int], source: HostPages, keys: Sequence[PageKey]) -> None:
+        """Gather pages from the host store, which is pinned beside a GPU (PSA, Algorithm 1, line 9)."""
+        heads = torch.tensor([key.kv_head for key in keys], dtype=torch.int64)
+        pages = torch.tensor([key.page for key in keys], dtype=torch.int64)
+        with self.queue.launching():
+            offsets = upload(source.offsets(heads, pages), self.queue.device)
+            places = upload(torch.tensor(slots, dtype=torch.int32), self.queue.device)
+            load_pages(source.elements, offsets, places, self.key, self.value)
+
+    def mark(self) -> Mark:
+        """See `DevicePool`."""
+        return self.queue.mark()
+
+    def put(self, slots: Sequence[int], key: Tensor, value: Tensor) -> None:
+        """See `DevicePool`; the tensors lie in CPU memory."""
+        with self.queue.launching():
+            index = upload(torch.tensor(slots, dtype=torch.int64), self.queue.device)
+            self.key[index] = upload(key, self.queue.device)
+            self.value[index] = upload(value, self.queue.device)
+
+    def put_tokens(self, slots: Sequence[int], offsets: Sequence[int], key: Tensor, value: Tensor) -> None:
+        """See `DevicePool`; the tensors lie in CPU memory."""
+        with self.queue.launching():
+            places = torch.tensor([slots, offsets], dtype=torch.int64)
+            slot_index, token_index = upload(places, self.queue.device).unbind()
+            self.key[slot_index, token_index] = upload(key, self.queue.device)
+            self.value[slot_index, token_index] = upload(value, self.queue.device)

@@ -1,0 +1,77 @@
+"""Pinned host memory: a host store that a GPU reads and writes in place.
+
+vLLM allocates the store as ordinary memory, it is populated in huge pages (`memory/prefault.py`), and then it is pinned
+where it lies. Pinned memory cannot be paged out: what is pinned is gone for the whole machine until it is unpinned.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.errors import ConfigError
+
+SHARE = 0.5
+"""Of the memory that is available at start-up, what a host store takes that nobody gave a size."""
+
+LEFT_BYTES = 2 * 2**30
+"""What a host store must leave: vLLM's own processes need it, and a machine without free memory stops working."""
+
+_GIB = 2.0**30
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that may still be taken: what the machine has, or what the process's control group leaves of its limit.
+
+    root   of the file system in which /proc and /sys are looked for
+    """
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    group = root / "sys/fs/cgroup"
+    try:
+        limit = int((group / "memory.max").read_text(encoding="ascii"))
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no such control group, or no limit: "max"
+        return available
+    return min(available, max(0, limit - used))
+
+
+def host_store_bytes(asked: int | None, available: int, ranks: int) -> int:
+    """Bytes of one worker's host store.
+
+    asked       vLLM's --kv-cache-memory-bytes, which is for each worker; None: an equal part of SHARE
+    available   bytes, before any worker of this machine has taken its own
+    ranks       workers on this machine
+    raises      ConfigError where the machine has not so much
+    """
+    if asked is None:
+        return int(SHARE * available) // ranks
+    if ranks * asked > available - LEFT_BYTES:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={asked}: with attention backend hybrid_sparse this is host memory, and must be at "
+            f"most {max(0, available - LEFT_BYTES) // ranks} for each of {ranks} workers: {available / _GIB:.1f} GiB "
+            f"are available, of which {LEFT_BYTES / _GIB:.0f} GiB must stay"
+        )
+    return asked
+
+
+def pin(tensor: Tensor, runtime: Any = None) -> None:
+    """Pin the memory behind a tensor; its contents and its views stay as they are.
+
+    runtime   CUDA's runtime, as torch gives it; None: that
+    raises    ConfigError where the driver refuses
+    """
+    storage = tensor.untyped_storage()
+    cudart = runtime or torch.cuda.cudart()
+    code = int(cudart.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0))
+    if code != 0:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={storage.nbytes()}: the driver refused to pin so much host memory (CUDA error "
+            f"{code}); give less, or let the process lock more (`ulimit -l`, in a container its memory limit)"
+        )
+
+
+def unpin(tensor: Tensor, runtime: Any = None) -> None:
+    """Undo `pin`, once; nothing on the device may still use the memory."""
+    (runtime or torch.cuda.cudart()).cudaHostUnregister(tensor.untyped_storage().data_ptr())

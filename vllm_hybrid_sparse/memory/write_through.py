@@ -1,0 +1,98 @@
+"""New keys and values from a GPU into the pinned host store: a prompt's pages as wholes, the rest by the token."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.copy.gpu import store_pages, store_tokens
+from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, upload
+from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What was stored in one layer's host store, maybe still under way. The host reads none of it before `wait`."""
+
+    mark: Mark | None  # behind the stores; None: there were none
+    blocks: list[int]  # with pages that were filled, whose summaries are missing; ascending
+
+    def wait(self) -> None:
+        """Until the host store holds it."""
+        if self.mark is not None:
+            self.mark.wait()
+
+
+class WriteThrough:
+    """One layer's way into its host store: stores are launched and not waited for. For the step's thread alone."""
+
+    def __init__(self, source: HostPages, queue: DeviceQueue) -> None:
+        """Nothing is under way.
+
+        source   the layer's host store, pinned beside a GPU
+        queue    where stores go, and whatever else reads the store on the device
+        """
+        self._source, self._queue = source, queue
+        self._stored: Mark | None = None
+        self._blocks: set[int] = set()  # with pages that were filled since they were last taken
+
+    def store(self, key: Tensor, value: Tensor, first_token: int, pages: Tensor) -> None:
+        """Store a chunk of one request; what its queue was given before must have made the keys and values.
+
+        key, value    [tokens, kv_heads, head_dim]   of the KV dtype, on the device
+        first_token   of the request, 0 its first
+        pages         [pages] int64                  of the host store, those that the tokens lie in, in order
+        """
+        tokens = len(key)
+        end_token = first_token + tokens
+        first_page = first_token // PAGE_TOKENS
+        first_whole, end_whole = -(-first_token // PAGE_TOKENS), end_token // PAGE_TOKENS
+        if first_whole < end_whole:
+            whole = slice(first_whole * PAGE_TOKENS - first_token, end_whole * PAGE_TOKENS - first_token)
+            self._store_pages(key[whole], value[whole], pages[first_whole - first_page : end_whole - first_page])
+        head, tail = min(tokens, first_whole * PAGE_TOKENS - first_token), max(0, end_whole * PAGE_TOKENS - first_token)
+        rest = [*range(head), *range(max(head, tail), tokens)]
+        if rest:
+            self._store_tokens(key, value, rest, first_token, first_page, pages)
+        self._stored = self._queue.mark()
+        filled = pages[: end_whole - first_page]
+        self._blocks.update((filled // self._source.pages_per_block).tolist())
+
+    def take(self) -> Stored:
+        """What was stored since the last call."""
+        stored = Stored(self._stored, sorted(self._blocks))
+        self._stored, self._blocks = None, set()
+        return stored
+
+    def _store_pages(self, key: Tensor, value: Tensor, pages: Tensor) -> None:
+        heads, head_dim = key.shape[1:]
+        offsets = self._offsets(heads, pages)  # [heads, pages]
+        with self._queue.launching():
+            staged = [  # [heads * pages, 16, head_dim], as slots are
+                part.unflatten(0, (-1, PAGE_TOKENS)).permute(2, 0, 1, 3).reshape(-1, PAGE_TOKENS, head_dim)
+                for part in (key, value)
+            ]
+            slots = torch.arange(len(staged[0]), dtype=torch.int32, device=key.device)
+            store_pages(
+                self._source.elements, upload(offsets.flatten(), key.device), slots, *map(Tensor.contiguous, staged)
+            )
+
+    def _store_tokens(
+        self, key: Tensor, value: Tensor, tokens: list[int], first_token: int, first_page: int, pages: Tensor
+    ) -> None:
+        positions = first_token + torch.tensor(tokens)
+        offsets = self._offsets(key.shape[1], pages[positions // PAGE_TOKENS - first_page]).T.contiguous()
+        places = (positions % PAGE_TOKENS).to(torch.int32)
+        with self._queue.launching():
+            index = upload(torch.tensor(tokens), key.device)
+            store_tokens(
+                self._source.elements,
+                upload(offsets, key.device),
+                upload(places, key.device),
+                key[index].contiguous(),
+                value[index].contiguous(),
+            )
+
+    def _offsets(self, heads: int, pages: Tensor) -> Tensor:
+        return self._source.offsets(torch.arange(heads)[:, None], pages[None])

@@ -1,0 +1,51 @@
+"""Block tables in host memory, mirrored from what the scheduler says: on a GPU vLLM keeps its own on the device."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from vllm_hybrid_sparse.errors import KernelError
+
+BatchIds = Callable[[Any], Sequence[str]]
+"""The requests of a step in the order of its rows; what it is given is the step's own order of rows, if it has one."""
+
+
+class BlockMirror:
+    """The blocks of the requests that run. Its one writer is the thread that runs the steps."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, list[int]] = {}
+        self._batch_ids: BatchIds | None = None
+
+    def start(self, request_id: str, blocks: Sequence[int]) -> None:
+        """A request begins, or begins again, with these blocks and no others."""
+        self._blocks[request_id] = list(blocks)
+
+    def extend(self, request_id: str, blocks: Sequence[int]) -> None:
+        """A request gets further blocks. KernelError where it is unknown."""
+        if request_id not in self._blocks:
+            raise KernelError(f"request_id={request_id!r}: gets blocks and never began")
+        self._blocks[request_id] += blocks
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Requests that finished, were aborted or preempted have no blocks; unknown ones never had."""
+        for request_id in request_ids:
+            self._blocks.pop(request_id, None)
+
+    @contextmanager
+    def step(self, batch_ids: BatchIds) -> Iterator[None]:
+        """While a step of real requests runs; outside of one, vLLM runs made-up steps to warm up and to profile."""
+        self._batch_ids = batch_ids
+        try:
+            yield
+        finally:
+            self._batch_ids = None
+
+    def tables(self, order: Any = None) -> list[list[int]] | None:
+        """The blocks of the step's requests, in the order of its rows; None in a made-up step."""
+        if self._batch_ids is None:
+            return None
+        return [self._blocks[request_id] for request_id in self._batch_ids(order)]
+
+    def __len__(self) -> int:
+        return len(self._blocks)

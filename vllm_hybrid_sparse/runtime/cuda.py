@@ -1,0 +1,230 @@
+"""A GPU as a `Device`: Triton kernels on a queue of their own, and futures that stand for its events.
+
+Two threads serve it. One launches, in order, each microbatch as soon as its load is launched; the other waits for the
+events and says what became of the microbatches. So the next microbatch is launched while this one runs, and what waits
+for the device waits for one event. Over tensors in CPU memory the same code runs with interpreted kernels.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.merge.choice import choose_merge
+from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState
+from vllm_hybrid_sparse.kernels.sparse_attention.gpu import attend_slots
+from vllm_hybrid_sparse.kernels.verify.gpu import verify
+from vllm_hybrid_sparse.kernels.verify.progress import Progress
+from vllm_hybrid_sparse.memory.cuda_pool import CudaPool
+from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, current_queue, host_empty, open_queue, upload
+from vllm_hybrid_sparse.memory.transfers import Loaded
+from vllm_hybrid_sparse.runtime.device import Attended, RowStates, WaveFlags
+from vllm_hybrid_sparse.runtime.readings import Reading
+from vllm_hybrid_sparse.values import GroupKey
+
+LAUNCH_THREAD = "hybrid-sparse-device"
+LAND_THREAD = "hybrid-sparse-events"
+
+
+class CudaDevice:
+    """The `Device` over the kernels, with the slots of a `CudaPool`."""
+
+    def __init__(self, pool: CudaPool) -> None:
+        self._pool = pool
+        self._queue = open_queue(pool.queue.device)
+        self._launches = ThreadPoolExecutor(max_workers=1, thread_name_prefix=LAUNCH_THREAD)
+        self._landings = ThreadPoolExecutor(max_workers=1, thread_name_prefix=LAND_THREAD)
+
+    def begin(self, query: Tensor, kv_heads: int) -> RowStates:
+        """See `Device`."""
+        with self._queue.launching():
+            return RowStates.empty(upload(query, self._queue.device), kv_heads)
+
+    def open_wave(self, states: RowStates, scale: float, readings: Sequence[Reading]) -> "CudaWave":
+        """See `Device`."""
+        return CudaWave(self._pool, self._queue, (self._launches, self._landings), states, scale, readings)
+
+    def merge(self, states: RowStates, hosted: Mapping[GroupKey, HostState]) -> None:
+        """See `Device`. The kernel reads the host's states where they lie, so this waits until it has."""
+        if not hosted:
+            return
+        device = self._queue.device
+        out = host_empty(tuple(states.out.shape), torch.float32, device).zero_()
+        lse = host_empty(tuple(states.lse.shape), torch.float32, device).fill_(-torch.inf)
+        for group, state in hosted.items():
+            heads = states.heads(group)
+            out[group.row, heads], lse[group.row, heads] = state.out, state.lse
+        _, merge_states = choose_merge(device.type, torch.float32)
+        with self._queue.launching():
+            merged_out, merged_lse = merge_states(states.out, states.lse, out, lse)
+            states.out.copy_(merged_out)
+            states.lse.copy_(merged_lse)
+            states.shown_lse.copy_(merged_lse, non_blocking=True)
+            self._queue.mark().wait()
+
+    def give(self, states: RowStates, output: Tensor, rows: Sequence[int]) -> None:
+        """See `Device`."""
+        caller = current_queue(self._queue.device)
+        caller.follow(self._queue.mark())
+        output[upload(torch.tensor(rows, dtype=torch.int64), output.device)] = states.out.to(output.dtype)
+        caller.keep(states.out)
+
+    def close(self) -> None:
+        """See `Device`."""
+        self._launches.shutdown(wait=True)
+        self._landings.shutdown(wait=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A microbatch that the device was given: the marks before and behind it."""
+
+    begun: Mark
+    ended: Mark
+
+
+class CudaWave:
+    """The `Wave` of a `CudaDevice`.
+
+    `flags.done` has a row for each look: the kernel's own `done`, copied to the host behind the look. Which groups a
+    microbatch found done is then known for certain once its event has passed.
+    """
+
+    def __init__(
+        self,
+        pool: CudaPool,
+        queue: DeviceQueue,
+        threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor],
+        states: RowStates,
+        scale: float,
+        readings: Sequence[Reading],
+    ) -> None:
+        self._pool, self._queue = pool, queue
+        self._launches, self._landings = threads
+        self._states, self._scale, self._readings = states, scale, readings
+        thresholds = {reading.threshold for reading in readings}
+        assert len(thresholds) == 1, "the readings of a wave have one threshold"
+        (self._threshold,) = thresholds
+        looks = 1 + (max(reading.microbatches for reading in readings) if self._threshold is not None else 0)
+        groups = [reading.group for reading in readings]
+        self._flags = WaveFlags.of(groups, *states.kept.shape, looks=looks, device=queue.device)
+        self._mass = host_empty(tuple(states.lse.shape), torch.float32, queue.device)  # P_acc at the last look
+        with queue.launching():
+            self._done = upload(self._flags.done[0], queue.device)
+            self._progress = None if self._threshold is None else self._begin_progress()
+            self._log_left = self._estimates()
+
+    @property
+    def flags(self) -> WaveFlags:
+        """See `Wave`."""
+        return self._flags
+
+    def attend(self, loaded: Future[Loaded], index: int) -> Future[Attended]:
+        """See `Wave`."""
+        launched = self._launches.submit(self._launch, loaded, index)
+        return self._landings.submit(self._land, loaded, launched, index)
+
+    def _begin_progress(self) -> Progress:
+        """What the verifying kernel keeps of the wave's groups."""
+        candidates, budget = torch.zeros(2, *self._states.kept.shape, dtype=torch.int32)
+        for reading in self._readings:
+            candidates[reading.group] = reading.candidates
+            budget[reading.group] = len(reading.pages)
+        device = self._queue.device
+        progress = Progress.begin(
+            upload(candidates, device),
+            upload(budget, device),
+            self._states.lse.shape[1],
+            self._flags.stop,
+            active=len(self._readings),
+        )
+        progress.done.copy_(self._done)
+        return progress
+
+    def _estimates(self) -> Tensor | None:
+        """[microbatches, rows, q_heads] f32, log of what the key codes say of the pages behind each microbatch."""
+        if self._threshold is None or self._readings[0].log_unread is None:
+            return None
+        log_left = torch.full((len(self._flags.done) - 1, *self._states.lse.shape), -torch.inf)
+        for reading in self._readings:
+            assert reading.log_unread is not None, "the readings of a wave are estimated alike"
+            of_group = torch.from_numpy(reading.log_unread[: reading.microbatches]).float()
+            log_left[: len(of_group), reading.group.row, self._states.heads(reading.group)] = of_group
+        return upload(log_left, self._queue.device)
+
+    @torch.inference_mode()  # which belongs to a thread: vLLM's step is in it, and so are the states
+    def _launch(self, load: Future[Loaded], index: int) -> _Launched:
+        loaded, states, queue = load.result(), self._states, self._queue
+        with queue.launching():
+            if loaded.ready is not None:
+                queue.follow(loaded.ready)
+            begun = queue.mark()
+            places = self._places(loaded, index)
+            slots, page_tokens = upload(places, queue.device).unbind()
+            page_lse = torch.empty(*states.lse.shape, places.shape[-1], device=queue.device)
+            if places.shape[-1]:  # else nothing was loaded
+                self._attend_slots(slots, page_tokens, page_lse)
+            self._look(page_lse, index)
+            if states.shown_lse is not states.lse:
+                states.shown_lse.copy_(states.lse, non_blocking=True)
+            return _Launched(begun, queue.mark())
+
+    def _attend_slots(self, slots: Tensor, page_tokens: Tensor, page_lse: Tensor) -> None:
+        states = self._states
+        attend_slots(
+            states.query,
+            self._pool.key,
+            self._pool.value,
+            slots,
+            page_tokens,
+            self._done if self._progress is None else self._progress.done,
+            states.out,
+            states.lse,
+            page_lse,
+            scale=self._scale,
+        )
+
+    def _places(self, loaded: Loaded, index: int) -> Tensor:
+        """[2, rows, kv_heads, pages] int32: the slots of each group's pages, and how many tokens they have."""
+        most = max(map(len, loaded.slots))
+        places = torch.zeros(2, *self._states.kept.shape, most, dtype=torch.int32)
+        places[0] = -1
+        for reading, slots in zip(self._readings, loaded.slots, strict=True):
+            if slots:
+                row, kv_head = reading.group
+                places[0, row, kv_head, : len(slots)] = torch.tensor(slots, dtype=torch.int32)
+                places[1, row, kv_head, : len(slots)] = torch.tensor(reading.page_tokens(index), dtype=torch.int32)
+        return places
+
+    def _look(self, page_lse: Tensor, index: int) -> None:
+        """PSA's lines 13 to 17 for the wave, and word of them to the host."""
+        if self._progress is None or self._threshold is None:
+            return
+        log_left = None if self._log_left is None else self._log_left[index]
+        verify(self._states.lse, page_lse, self._progress, threshold=self._threshold, log_left=log_left)
+        self._flags.done[index + 1].copy_(self._progress.done, non_blocking=True)
+        self._mass.copy_(self._progress.mass, non_blocking=True)
+
+    @torch.inference_mode()
+    def _land(self, load: Future[Loaded], launch: Future[_Launched], index: int) -> Attended:
+        launched, slots = launch.result(), load.result().slots
+        launched.ended.wait()
+        looks = self._flags.done[: index + 1] if self._threshold is not None else self._flags.done
+        done = looks.amax(dim=0)  # before the microbatch
+        held = [part for part, places in enumerate(slots) if places]
+        read = [part for part in held if not done[self._readings[part].group]]
+        if self._threshold is not None:
+            self._keep_shares()
+        return Attended(
+            parts=tuple(read),
+            wasted_pages=sum(len(slots[part]) for part in set(held) - set(read)),
+            busy_s=launched.ended.seconds_since(launched.begun),
+        )
+
+    def _keep_shares(self) -> None:
+        """Say of each group what its head with the least share had at the last look."""
+        for reading in self._readings:
+            share = self._mass[reading.group.row, self._states.heads(reading.group)].min()
+            self._states.kept[reading.group.row, reading.group.kv_head] = share

@@ -1,0 +1,116 @@
+"""Layers whose tensors lie on a GPU: prompts are computed there, decode rows by the executor of two tiers.
+
+The host takes part in every layer: it scores, ranks and plans, and attends to its share. So the decode rows' queries,
+keys and values are copied to pinned memory, and the thread that runs the step waits for the event behind them and for
+those of the microbatches, never for the device as a whole. Prompts are only launched.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.memory.queues import Mark, current_queue, host_empty, open_queue, upload
+from vllm_hybrid_sparse.memory.write_through import Stored, WriteThrough
+from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch, PromptChunk
+from vllm_hybrid_sparse.runtime.prefill import StreamedPrefill
+from vllm_hybrid_sparse.runtime.step import TieredLayer
+from vllm_hybrid_sparse.runtime.tiers import DeviceTier
+
+_PARTIAL_RESULTS = 8
+"""Of a batch's rows that may be in memory at once: two that are merged, the merged one, queries, repeated K and V, and
+the copies that kernels make. Counted, not measured."""
+
+
+class CudaLayers:
+    """All layers of a model over one device tier. One call at a time."""
+
+    def __init__(self, tier: DeviceTier, attention: NativeAttention, kv_caches: Sequence[Tensor]) -> None:
+        """Nothing is under way.
+
+        kv_caches   the layers' host store, pinned beside a GPU
+        """
+        self._tier, self._attention = tier, attention
+        self._device = tier.pool.key.device
+        # Stores of chunks and loads of what they stored, in their order: a request may find in the prefix cache what
+        # another stores in the same step.
+        self._queue = open_queue(self._device)
+        self._prefill = StreamedPrefill(
+            self._queue, attention.num_kv_heads, attention.head_dim, attention.dtype, attention.scale
+        )
+        self.tiered = TieredLayer(tier, attention, attention.scale)
+        self._kv_caches = {tier.layer_of(kv_cache): kv_cache for kv_cache in kv_caches}
+        self._stores = {
+            layer: WriteThrough(tier.source(kv_cache), self._queue) for layer, kv_cache in self._kv_caches.items()
+        }
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, batch: DeviceBatch, output: Tensor
+    ) -> None:
+        """Store the batch's keys and values, summarise the pages they fill, attend, and write `output`.
+
+        query, output   [tokens, q_heads, head_dim]    on the device; rows behind the batch's tokens are left alone
+        key, value      [tokens, kv_heads, head_dim]   likewise
+        kv_cache        the layer's host store
+        """
+        layer = self._tier.layer_of(kv_cache)
+        store = self._stores[layer]
+        stored = store.take() if batch.decode_tokens else None  # by the steps before: not to be waited for again
+        rows, arrived = self._start_copy((query, key, value), batch.decode_tokens)
+        for chunk in batch.chunks:
+            self._store(store, key, value, chunk)
+        for chunk in batch.chunks:
+            self._prefill.attend(query, key, value, self._tier.source(kv_cache), chunk, output)
+        if stored is None:
+            self.tiered.drop_pages(layer, batch.decode.written_pages)
+            return
+        self._settle(kv_cache, stored)
+        arrived.wait()
+        # The native batch attends to none of its rows, so what stands for its output is left as it is.
+        queries, keys, values = rows
+        self.tiered.forward(
+            queries, keys, values, kv_cache, batch.decode, queries, device_output=(output, batch.decode_tokens)
+        )
+
+    @staticmethod
+    def working_bytes(attention: NativeAttention, tokens: int) -> int:
+        """Device memory that a step of so many tokens takes beside the slots: staging, and partial results in f32.
+
+        vLLM's profiling does not see it, since no layer attends then.
+        """
+        staging = StreamedPrefill.staging_bytes(attention.num_kv_heads, attention.head_dim, attention.dtype)
+        of_rows = tokens * attention.num_q_heads * (attention.head_dim + 1) * torch.float32.itemsize
+        return staging + _PARTIAL_RESULTS * of_rows
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, `(from, to)`, in the host store of every layer, before the step that reads them."""
+        if not copies:
+            return
+        sources, targets = (list(blocks) for blocks in zip(*copies, strict=True))
+        for layer, kv_cache in self._kv_caches.items():
+            self._settle(kv_cache, self._stores[layer].take())
+            kv_cache[targets] = kv_cache[sources]
+
+    def _start_copy(self, parts: Sequence[Tensor], tokens: Sequence[int]) -> tuple[list[Tensor], Mark]:
+        """Copy rows of device tensors to pinned memory; they are there behind the mark."""
+        rows = []
+        if tokens:
+            index = upload(torch.tensor(tokens, dtype=torch.int64), self._device)
+            for part in parts:
+                chosen = part.index_select(0, index)
+                rows.append(host_empty(tuple(chosen.shape), chosen.dtype, self._device))
+                rows[-1].copy_(chosen, non_blocking=True)
+        return rows, current_queue(self._device).mark()
+
+    def _store(self, store: WriteThrough, key: Tensor, value: Tensor, chunk: PromptChunk) -> None:
+        tokens = slice(chunk.first_token, chunk.first_token + chunk.tokens)
+        self._queue.follow(current_queue(self._device).mark())
+        self._queue.keep(key, value)
+        store.store(key[tokens], value[tokens], chunk.context_tokens, chunk.written_pages)
+
+    def _settle(self, kv_cache: Tensor, stored: Stored) -> None:
+        """Have the host store hold what was stored, summaries included."""
+        stored.wait()
+        if stored.blocks and self._attention.summary != "none":
+            self._attention.summarize(kv_cache, torch.tensor(stored.blocks, dtype=torch.int32))

@@ -1,0 +1,111 @@
+"""The requests of one step whose queries, keys and values lie on a GPU: prompts in chunks, and decode rows.
+
+vLLM's block tables lie on the GPU too. The worker mirrors them in host memory, so that nothing has to be copied back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
+from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Tokens of one request that are computed together and attend exactly, to each other and to all before them."""
+
+    first_token: int  # of the batch
+    tokens: int
+    context_tokens: int  # of the request before them, which are in the host store
+    block_table: Tensor  # [blocks] int32, in host memory
+    pages_per_block: int
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the request, the chunk's included."""
+        return self.context_tokens + self.tokens
+
+    def store_pages(self, first: int, end: int) -> Tensor:
+        """Where pages `first` to `end` (excluded) of the request lie: pages of the host store, [end - first] int64."""
+        pages = torch.arange(first, end)
+        return self.block_table[pages // self.pages_per_block].long() * self.pages_per_block + (
+            pages % self.pages_per_block
+        )
+
+    @property
+    def written_pages(self) -> Tensor:
+        """Pages of the host store that the chunk's tokens are stored in."""
+        return self.store_pages(self.context_tokens // PAGE_TOKENS, -(-self.seq_len // PAGE_TOKENS))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """One step's batch, divided once for all layers."""
+
+    decode: TieredBatch  # decode rows alone: token i of it is row i
+    decode_tokens: tuple[int, ...]  # of the step's batch, those that the rows are
+    chunks: tuple[PromptChunk, ...]
+
+    @classmethod
+    def from_tensors(
+        cls,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        decode_mask: Tensor,
+        block_tables: Sequence[Sequence[int]],
+        block_tokens: int,
+    ) -> Self:
+        """Check and divide. KernelError where a block table is too short for its request.
+
+        query_start_loc   [requests + 1] int32   on the CPU, as are all
+        seq_lens          [requests] int32       tokens of each request, the batch's included
+        decode_mask       [requests] bool        whether the prompt is computed; one query token then attends sparsely
+        block_tables      [requests][blocks]     block ids
+        """
+        starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+        of_block = block_tokens // PAGE_TOKENS
+        tables, chunks = [], []
+        decodes: list[int] = []
+        for request, seq_len in enumerate(lengths):
+            tokens = starts[request + 1] - starts[request]
+            table = torch.tensor(block_tables[request], dtype=torch.int32)
+            if len(table) * block_tokens < seq_len:
+                raise KernelError(f"block_tables={len(table)} blocks of a request of {seq_len} tokens: too few")
+            if tokens == 1 and bool(decode_mask[request]):
+                decodes.append(request)
+                tables.append(table)
+            elif tokens:
+                chunks.append(PromptChunk(starts[request], tokens, seq_len - tokens, table, of_block))
+        written = [page for chunk in chunks for page in chunk.written_pages.tolist()]
+        return cls(
+            decode=_decode_batch(tables, [lengths[request] for request in decodes], block_tokens, written),
+            decode_tokens=tuple(starts[request] for request in decodes),
+            chunks=tuple(chunks),
+        )
+
+
+def _decode_batch(
+    tables: Sequence[Tensor], seq_lens: Sequence[int], block_tokens: int, written: Sequence[int]
+) -> TieredBatch:
+    """Rows of one token each, the last of their requests."""
+    rows = len(tables)
+    block_table = torch.zeros(rows, max((len(table) for table in tables), default=0), dtype=torch.int32)
+    for row, table in zip(block_table, tables, strict=True):
+        row[: len(table)] = table
+    slots = [
+        int(table[(seq_len - 1) // block_tokens]) * block_tokens + (seq_len - 1) % block_tokens
+        for table, seq_len in zip(tables, seq_lens, strict=True)
+    ]
+    return TieredBatch.from_tensors(
+        torch.arange(rows + 1, dtype=torch.int32),
+        torch.tensor(seq_lens, dtype=torch.int32),
+        block_table,
+        torch.tensor(slots, dtype=torch.int64),
+        torch.ones(rows, dtype=torch.bool),
+        written_pages=written,
+    )
