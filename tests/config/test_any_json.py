@@ -1,7 +1,9 @@
 """Whatever JSON stands where settings belong, it is taken or refused with the setting's name: nothing else happens."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, fields
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.glue.settings import SECTION, settings_of
 
 NAMES = [entry.name for entry in fields(HybridSparseConfig)]
 ANY_JSON = st.recursive(
@@ -22,7 +25,13 @@ LIKELY = st.sampled_from(
         "topk",
         "progressive",
         "hgca",
+        "fluxion",
         "auto",
+        "estimated",
+        "emulated",
+        "per_layer",
+        "lru",
+        "queue",
         "own",
         "minmax",
         "key_codes",
@@ -38,10 +47,10 @@ NUMBERS = st.sampled_from([0, 1, 2, 16, 64, 0.05, 0.95, 1.0, -1, 2**63, 10**400,
 SETTINGS = st.dictionaries(st.sampled_from(NAMES), LIKELY | NUMBERS | ANY_JSON, max_size=6)
 
 
-def refusal_of(settings: Any) -> str:
+def refusal_of(settings: Any, read: Callable[[Any], object] = HybridSparseConfig.from_mapping) -> str:
     """Why the settings are refused; empty where they are taken. Anything but a ConfigError passes through."""
     try:
-        HybridSparseConfig.from_mapping(settings)
+        read(settings)
     except ConfigError as error:
         return str(error)
     return ""
@@ -73,3 +82,15 @@ def test_anything_in_place_of_settings(settings: Any) -> None:
 @given(st.text(max_size=20), ANY_JSON)
 def test_any_name(name: str, value: Any) -> None:
     assert_taken_or_refused({name: value})
+
+
+@given(ANY_JSON | st.fixed_dictionaries({SECTION: ANY_JSON | SETTINGS}, optional={"another plugin": ANY_JSON}))
+def test_anything_in_place_of_the_whole_additional_config(additional_config: Any) -> None:
+    def read(given_config: Any) -> HybridSparseConfig:
+        return settings_of(SimpleNamespace(additional_config=given_config))
+
+    if refusal := refusal_of(additional_config, read):
+        assert refusal.startswith(("hybrid_sparse", "additional_config"))
+        return
+    settings = additional_config.get(SECTION) if additional_config else None
+    assert read(additional_config) == HybridSparseConfig.from_mapping({} if settings is None else settings)

@@ -44,7 +44,16 @@ def test_without_a_verdict_there_is_no_bracket() -> None:
     assert bracket([(1.0, False)]) == (None, 1.0)
 
 
-@pytest.mark.parametrize("settings", [{"first": 0.0}, {"first": 1.0, "tolerance": 0.0}, {"first": 1.0, "tries": 0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"first": 0.0},
+        {"first": 1.0, "tolerance": 0.0},
+        {"first": 1.0, "tries": 0},
+        {"first": 1.0, "step": 1.0},
+        {"first": 1.0, "try_s": 0.0},
+    ],
+)
 def test_a_search_that_cannot_end_is_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         Search(**settings)  # type: ignore[arg-type]
@@ -76,15 +85,15 @@ def test_every_part_of_a_limit_can_break_it() -> None:
 REQUESTS = 120
 
 
-def search_on(*sides: ModelSide, tries: int = 12, count: int = REQUESTS) -> list[Capacity]:
+def search_on(*sides: ModelSide, count: int = REQUESTS, **settings: float) -> list[Capacity]:
     load = Load(requests=tuple(simple_requests(count, max_tokens=20)), salt="s", prime=False)
     return run_virtually(
         search_in_turns(
             [Results(side) for side in sides],  # type: ignore[arg-type]
             load,
-            lambda rate: poisson(rate, count, 1),
+            lambda rate, sent: poisson(rate, sent, 1),
             SLOS,
-            Search(first=0.5, tries=tries),
+            Search(**{"first": 0.5, "tries": 12, **settings}),  # type: ignore[arg-type]
             stop=asyncio.Event(),
             say=lambda _line: None,
         )
@@ -141,6 +150,22 @@ def test_the_number_of_tries_is_a_bound_for_each_limit() -> None:
     assert max(one.spent.values()) <= 2
 
 
+def test_rates_change_by_the_step_until_one_holds_and_one_fails() -> None:
+    search = Search(first=2.0, step=1.5)
+    assert search.next_rate([]) == 2.0
+    assert search.next_rate([(2.0, True)]) == 3.0
+    assert search.next_rate([(2.0, False)]) == pytest.approx(2.0 / 1.5)
+    assert search.next_rate([(2.0, True), (3.0, False)]) == pytest.approx(math.sqrt(6.0))
+
+
+def test_tries_of_a_given_time_send_as_many_requests_as_come_in_it() -> None:
+    (one,) = search_on(ModelSide("side"), try_s=100.0)
+    sent = {a_try.rate: a_try.seen.planned for a_try in one.tries}
+    assert sent == {rate: min(REQUESTS, round(100 * rate)) for rate in sent}
+    assert len(set(sent.values())) > 2
+    assert Search(first=1.0, try_s=0.1).requests_at(0.5, REQUESTS) == 1  # never none
+
+
 def test_a_server_that_refuses_holds_at_no_rate() -> None:
     (one,) = search_on(ModelSide("side", refused_from=REQUESTS - 1), tries=3)
     assert len(one.tries) == 6
@@ -156,7 +181,7 @@ def test_an_interrupted_search_keeps_its_tries_and_judges_no_cut_off_run() -> No
         return await search_in_turns(
             [Results(ModelSide("side"))],  # type: ignore[list-item]
             load,
-            lambda rate: poisson(rate, REQUESTS, 1),
+            lambda rate, count: poisson(rate, count, 1),
             SLOS,
             Search(first=0.5),
             stop=stop,

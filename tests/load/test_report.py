@@ -36,7 +36,7 @@ def measured(capacity: bool = False, interrupted: bool = False, **more: Any) -> 
     stop, slos, searches = asyncio.Event(), (), []
     if capacity:
         slos = psa_slos(0.01)
-        at = lambda rate: poisson(rate, len(LOAD.requests), 0)  # noqa: E731
+        at = lambda rate, count: poisson(rate, count, 0)  # noqa: E731
         work = search_in_turns(all_results, LOAD, at, slos, Search(first=1.0, tries=4), stop=stop, say=quiet)
         searches = run_virtually(work)
     else:

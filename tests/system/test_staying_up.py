@@ -1,4 +1,4 @@
-"""A server under what happens to servers: told to stop, overrun, its worker killed."""
+"""A server under what happens to servers: told to stop, overrun, its worker killed, supervised and not."""
 
 import asyncio
 import json
@@ -22,6 +22,7 @@ ARGS = [
     "--enforce-eager",
     "--max-num-seqs=8",
 ]
+SUPERVISE = Path(__file__).parents[2] / "deploy" / "supervise.sh"
 DRAIN_S = 60
 ENDS_WITHIN_S = 60.0
 SILENT_S = 15.0  # that a client waits for the next token
@@ -143,6 +144,32 @@ def test_a_killed_worker_ends_the_server(model: Path, tmp_path: Path) -> None:
         assert reason != "length"
         assert exit_status(server) == 0
     assert "died" in server.log_tail(400)
+
+
+class Supervised(Server):
+    """A server that deploy/supervise.sh runs."""
+
+    @property
+    def command(self) -> list[str]:
+        """The script before the server's own command."""
+        return [str(SUPERVISE), *super().command]
+
+
+def test_a_supervised_server_answers_as_before_after_its_worker_was_killed(model: Path, tmp_path: Path) -> None:
+    with Supervised(model, ARGS, server_env(), tmp_path / "server.log") as server:
+        server.wait_ready(START_TIMEOUT_S)
+        prompts = byte_prompts(seed=6)[-4:]
+        before = complete(server, prompts, max_tokens=8, concurrency=1)
+        (worker,) = workers_of(server)
+        os.kill(worker, signal.SIGKILL)
+        end_s = time.monotonic() + START_TIMEOUT_S
+        while workers_of(server) in ([], [worker]) and time.monotonic() < end_s:
+            time.sleep(0.5)
+        server.wait_ready(START_TIMEOUT_S)
+        assert workers_of(server) != [worker]
+        assert complete(server, prompts, max_tokens=8, concurrency=4) == before
+        log = server.log_path.read_text(encoding="utf-8", errors="replace")
+    assert "supervise: the server ended with status 0" in log
 
 
 def statuses(server: Server, requests: int) -> list[int]:

@@ -197,7 +197,7 @@ class _Bench:
         self._searches = await search_in_turns(
             self._all_results,
             load,
-            lambda rate: poisson(rate, len(load.requests), options.seed),
+            lambda rate, count: poisson(rate, count, options.seed),
             self._slos,
             options.search,
             stop=self._stop,

@@ -110,7 +110,13 @@ class BenchOptions:
             recorded_times=given.recorded_times,
             speed=given.speed,
             capacity=given.capacity is not None,
-            search=Search(first=given.first_rate, tolerance=given.tolerance, tries=given.tries),
+            search=Search(
+                first=given.first_rate,
+                step=given.step,
+                try_s=given.try_seconds,
+                tolerance=given.tolerance,
+                tries=given.tries,
+            ),
             iteration_ms=given.iteration_ms,
             rounds=given.rounds,
             seed=given.seed,
@@ -190,6 +196,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--speed", type=float, default=1.0, help="of --recorded-times, times as fast (%(default)s)")
     load.add_argument(
         "--first-rate", type=float, default=1.0, help="of --capacity, where the search begins (%(default)s)"
+    )
+    load.add_argument(
+        "--step",
+        type=float,
+        default=2.0,
+        help="of --capacity, factor between rates until one holds and one fails (%(default)s)",
+    )
+    load.add_argument(
+        "--try-seconds", type=float, help="of --capacity, how long each try sends requests (default: all of the trace)"
     )
     load.add_argument("--tolerance", type=float, default=0.1, help="of --capacity, relative (%(default)s)")
     load.add_argument("--tries", type=int, default=8, help="of --capacity, most runs a limit and server (%(default)s)")

@@ -54,14 +54,20 @@ def psa_slos(iteration_s: float) -> tuple[Slo, Slo]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How the highest rate is searched for: doubled or halved until it lies between two, then bisected."""
+    """How the highest rate is searched for: by `step` up or down until it lies between two, then bisected."""
 
     first: float  # requests a second, > 0
+    step: float = 2.0  # > 1; smaller where `first` is a good guess
+    try_s: float | None = None  # a try sends requests for so long, > 0, as far as the trace has them; None: all of it
     tolerance: float = 0.1  # ends where the lowest rate that fails is at most 1 + this times the highest that holds
     tries: int = 8  # most runs for each limit, >= 1; those for another limit are used too and not counted again
 
     def __post_init__(self) -> None:
         check_rate(self.first)
+        if not 1 < self.step < math.inf:
+            raise ConfigError(f"step={self.step}: must be above 1, finite")
+        if self.try_s is not None and not 0 < self.try_s < math.inf:
+            raise ConfigError(f"try-seconds={self.try_s}: must be above 0, finite")
         if not 0 < self.tolerance < math.inf:
             raise ConfigError(f"tolerance={self.tolerance}: must be above 0, finite")
         if self.tries < 1:
@@ -73,10 +79,14 @@ class Search:
         if low is None and high is None:
             return self.first
         if high is None:
-            return (low or self.first) * 2
+            return (low or self.first) * self.step
         if low is None:
-            return high / 2
+            return high / self.step
         return None if high <= low * (1 + self.tolerance) else math.sqrt(low * high)
+
+    def requests_at(self, rate: float, most: int) -> int:
+        """Return how many of `most` requests a try at `rate` sends: 1 at least."""
+        return most if self.try_s is None else max(1, min(most, round(rate * self.try_s)))
 
 
 def bracket(tried: Sequence[tuple[float, bool]]) -> tuple[float | None, float | None]:

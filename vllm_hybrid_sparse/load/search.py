@@ -64,14 +64,17 @@ class Capacity:
 async def search_in_turns(
     all_results: Sequence[Results],
     load: Load,
-    schedule_at: Callable[[float], Schedule],
+    schedule_at: Callable[[float, int], Schedule],
     slos: Sequence[Slo],
     search: Search,
     *,
     stop: asyncio.Event,
     say: Say,
 ) -> list[Capacity]:
-    """Search each server's capacity, one run a server and turn; what was tried is kept where `stop` ends it."""
+    """Search each server's capacity, one run a server and turn; what was tried is kept where `stop` ends it.
+
+    schedule_at   (requests a second, how many) → when they are sent; the requests are the first of the trace
+    """
     searches = [Capacity(results) for results in all_results]
     by_results = {id(one.results): one for one in searches}
     turn, open_ = 0, True
@@ -85,7 +88,9 @@ async def search_in_turns(
             open_ = True
             slo, rate = step
             name = f"try {len(one.tries) + 1}"
-            measured = await run_once(results, load, schedule_at(rate), name, stop=stop, say=say)
+            part = load.first(search.requests_at(rate, len(load.requests)))
+            schedule = schedule_at(rate, len(part.requests))
+            measured = await run_once(results, part, schedule, name, stop=stop, say=say)
             if measured.run.interrupted and stop.is_set():
                 break  # not the server's doing: the run is kept, but judges nothing
             one.spent[slo.name] = one.spent.get(slo.name, 0) + 1

@@ -39,6 +39,10 @@ class Load:
         salt = salt_for(self.salt, name)
         return [request.salted(salt) for request in self.requests]
 
+    def first(self, count: int) -> "Load":
+        """Return the same with its first `count` requests."""
+        return replace(self, requests=self.requests[:count])
+
     def alone(self) -> list[Request]:
         """Return the requests of the warm-up: from the shortest prompt to the longest at even distances."""
         ordered = sorted(self.of_run("warm-up"), key=Request.size)

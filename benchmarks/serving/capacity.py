@@ -1,0 +1,225 @@
+"""PSA's capacity on this machine: the highest rate within the strict and the relaxed limits, by policy.
+
+    python -m benchmarks.serving.capacity --out DIR [--texts leval-legal_contract_qa.jsonl] [--servers stock,topk-5]
+
+One server at a time serves SmolLM2-135M-Instruct in BF16, all alike but for the backend, bound to all cores. Several
+questions are asked over each of a few documents, which were read before: decoding bounds it. The limits are multiples
+of stock vLLM's decode iteration, so `stock` comes first. Then every server gets prompts that it has not seen, with
+short answers: prefill bounds those. A report that DIR has is not measured again; the last lines compare all of them.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from benchmarks.machine import provenance
+from benchmarks.report import markdown_table
+from benchmarks.serving.backends import START_TIMEOUT_S, our_args, serve_args, stop_servers_when_terminated, thread_env
+from benchmarks.serving.capacity_traces import prefill_trace, question_trace, read_texts
+from vllm_hybrid_sparse.cli.server import Server
+from vllm_hybrid_sparse.cli.smollm2 import model_dir
+from vllm_hybrid_sparse.load.mixes import Lengths
+from vllm_hybrid_sparse.load.traces import write_trace
+
+REFERENCE = "stock"
+# Settings of our backend by the name of the server; the reference has none.
+SERVERS: dict[str, dict[str, object] | None] = {
+    REFERENCE: None,
+    "progressive": {"policy": "progressive", "threshold": 0.95},
+    "topk-5": {"policy": "topk", "topk_ratio": 0.05},
+    "topk-30": {"policy": "topk", "topk_ratio": 0.3},
+    "dense": {"policy": "dense"},
+}
+# Where the search begins, requests a second on two cores: guesses, which cost time where they are wrong.
+FIRST_RATES = {REFERENCE: 0.17, "progressive": 0.38, "topk-5": 0.5, "topk-30": 0.4, "dense": 0.25}
+MODEL_TOKENS = 8192
+_BESIDE_TOKENS = 2048  # room for each request beside its document: what was asked before stays cached, too
+_PREFILL_CLIENTS = 2
+_PREFILL_OUTPUT_TOKENS = 8
+
+Json = dict[str, Any]
+
+
+def say(line: str) -> None:
+    """Show progress with the time of day."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def make_server(name: str, model: Path, options: argparse.Namespace) -> Server:
+    """Return the server called `name`, not started."""
+    settings = SERVERS[name]
+    cached_tokens = options.documents * options.document_tokens + options.at_once * _BESIDE_TOKENS
+    args = [
+        *serve_args(MODEL_TOKENS, cached_tokens, filled=False),
+        f"--max-num-seqs={options.at_once}",
+        "--enable-prefix-caching",
+        f"--served-model-name={model.name}",
+        *([] if settings is None else our_args(settings)),
+    ]
+    return Server(model, args, thread_env(options.threads), options.out / f"{name}.log")
+
+
+def bench(url: str, out: Path, *more: str) -> None:
+    """Run `hybrid-sparse bench` on one server; the report appears under its name only when it is whole."""
+    part = out.with_name(f"{out.name}-unfinished")
+    command = [sys.executable, "-m", "vllm_hybrid_sparse.cli.main", "bench", "--url", url, *more, "--out", str(part)]
+    done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(f"hybrid-sparse bench: status {done.returncode}")
+    for suffix in (".html", ".json"):
+        part.with_name(part.name + suffix).rename(out.with_name(out.name + suffix))
+
+
+def report(out: Path, name: str) -> Json | None:
+    """Return a report that was made before; None where there is none."""
+    path = out / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def iteration_ms(out: Path) -> float | None:
+    """Return stock vLLM's unloaded decode iteration; None where it has not been measured."""
+    found = report(out, REFERENCE)
+    return None if found is None else found["servers"][0]["unloaded"]["iteration_s"] * 1e3
+
+
+def measure(name: str, model: Path, options: argparse.Namespace) -> None:
+    """Start one server and make those of its reports that are missing."""
+    capacity, prefill = options.out / name, options.out / f"{name}-prefill"
+    if report(options.out, name) and report(options.out, prefill.name):
+        say(f"{name}: there already")
+        return
+    with make_server(name, model, options) as server:
+        say(f"{name}: ready after {server.wait_ready(START_TIMEOUT_S):.0f} s")
+        url = f"{name}={server.base_url}"
+        if not report(options.out, name):
+            known_ms = iteration_ms(options.out)
+            if known_ms is None and name != REFERENCE:
+                raise RuntimeError(f"{name}: needs the limits of {REFERENCE}; measure that first")
+            limits = [] if known_ms is None or name == REFERENCE else ["--iteration-ms", f"{known_ms:.3f}"]
+            bench(
+                url, capacity, "--trace", str(options.out / "questions.jsonl"), "--salt", "never", "--warm-up", "3",
+                "--capacity", "psa", "--first-rate", f"{FIRST_RATES[name] * options.rate_factor:.4g}",
+                "--step", str(options.step), "--tolerance", str(options.tolerance), "--tries", str(options.tries),
+                "--try-seconds", str(options.try_seconds), *limits,
+            )  # fmt: skip
+        if not report(options.out, prefill.name):
+            bench(
+                url, prefill, "--trace", str(options.out / "prefill.jsonl"), "--salt", "each-run", "--warm-up", "1",
+                "--clients", str(_PREFILL_CLIENTS),
+            )  # fmt: skip
+    say(f"{name}: done")
+
+
+def compare(reports: Mapping[str, Json], prefills: Mapping[str, Json]) -> list[Json]:
+    """Return a row a server, with its ratio to the reference."""
+    rows: list[Json] = []
+    for name, found in reports.items():
+        row: Json = {"server": name}
+        for limit, seen in found["capacity"]["servers"][0]["capacity"].items():
+            row[limit] = {part: seen[part] for part in ("holds_per_s", "fails_per_s", "too_short")}
+            base = reports[REFERENCE]["capacity"]["servers"][0]["capacity"][limit]["holds_per_s"]
+            holds = seen["holds_per_s"]
+            row[limit]["of_reference"] = holds / base if holds and base else None
+        if name in prefills and REFERENCE in prefills:
+            mine, theirs = (prefills[one]["servers"][0]["figures"] for one in (name, REFERENCE))
+            row["prefill"] = {
+                "requests_per_s": mine["requests_per_s"],
+                "of_reference": mine["requests_per_s"] / theirs["requests_per_s"],
+                "ttft_p50_s": mine["ttft_s"]["p50"],
+            }
+        rows.append(row)
+    return rows
+
+
+def show(rows: Sequence[Json]) -> str:
+    """Return the rows as a table."""
+
+    def cell(seen: Json | None) -> list[str]:
+        if seen is None:
+            return ["", ""]
+        holds, fails, ratio = seen["holds_per_s"], seen["fails_per_s"], seen["of_reference"]
+        short = ", too short" if seen["too_short"] else ""
+        return [f"{holds or 0:.3f} to {fails or float('inf'):.3f}{short}", "" if ratio is None else f"{ratio:.2f}"]
+
+    header = [
+        "server",
+        "strict: holds, fails",
+        "of stock",
+        "relaxed: holds, fails",
+        "of stock",
+        "prefill, requests/s",
+        "of stock",
+    ]
+    lines = []
+    for row in rows:
+        prefill = row.get("prefill")
+        last = ["", ""] if prefill is None else [f"{prefill['requests_per_s']:.3f}", f"{prefill['of_reference']:.2f}"]
+        lines.append([row["server"], *cell(row.get("strict")), *cell(row.get("relaxed")), *last])
+    return markdown_table(header, lines)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="reports; those that are there stay")
+    parser.add_argument("--servers", default="stock,progressive,topk-5,topk-30", help=f"among {', '.join(SERVERS)}")
+    parser.add_argument(
+        "--texts", type=Path, nargs="*", default=[], metavar="FILE", help="L-Eval's JSONL (default: prose)"
+    )
+    parser.add_argument("--documents", type=int, default=5, help="to ask about (%(default)s)")
+    parser.add_argument("--document-tokens", type=int, default=57 * 128, help="of each (%(default)s)")
+    parser.add_argument("--questions", type=int, default=32, help="over each document (%(default)s)")
+    parser.add_argument("--output", default="128:16,256:2,512:1", help="answers in tokens with weights (%(default)s)")
+    parser.add_argument("--at-once", type=int, default=8, help="requests that a server takes at a time (%(default)s)")
+    parser.add_argument("--try-seconds", type=float, default=130.0, help="of each tried rate (%(default)s)")
+    parser.add_argument("--tries", type=int, default=2, help="most for a limit (%(default)s)")
+    parser.add_argument("--step", type=float, default=1.4, help="between rates until one fails (%(default)s)")
+    parser.add_argument("--tolerance", type=float, default=0.25, help="of a capacity, relative (%(default)s)")
+    parser.add_argument("--rate-factor", type=float, default=1.0, help="on all first rates (%(default)s)")
+    parser.add_argument("--prefill-words", type=int, default=1500, help="of a prompt of the second trace (%(default)s)")
+    parser.add_argument("--prefill-requests", type=int, default=10, help="of the second trace (%(default)s)")
+    parser.add_argument("--threads", default="all", help="cores of the worker: all, default, or a list (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (%(default)s)")
+    parser.add_argument("--model", type=Path, default=None, help="instead of SmolLM2-135M-Instruct")
+    options = parser.parse_args()
+    if unknown := set(options.servers.split(",")) - set(SERVERS):
+        parser.error(f"servers={','.join(sorted(unknown))}: must be among {', '.join(SERVERS)}")
+    return options
+
+
+def main() -> int:
+    """Measure what is missing, compare all that is there, keep the comparison; return 0."""
+    options = parse_arguments()
+    stop_servers_when_terminated()
+    options.out.mkdir(parents=True, exist_ok=True)
+    model = options.model or model_dir()
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    texts = read_texts(options.texts, options.documents, options.seed)
+    output = Lengths.parse("output", options.output)
+    questions = question_trace(texts, tokenizer, options.document_tokens, options.questions, output, options.seed)
+    write_trace(options.out / "questions.jsonl", questions)
+    write_trace(
+        options.out / "prefill.jsonl",
+        prefill_trace(texts, options.prefill_words, options.prefill_requests, _PREFILL_OUTPUT_TOKENS),
+    )
+    names = options.servers.split(",")
+    for name in names:
+        measure(name, model, options)
+        reports = {one: found for one in SERVERS if (found := report(options.out, one))}
+        prefills = {one: found for one in SERVERS if (found := report(options.out, f"{one}-prefill"))}
+        rows = compare(reports, prefills)
+        print(show(rows), flush=True)
+        content = provenance() | {"iteration_ms": iteration_ms(options.out), "rows": rows}
+        (options.out / "capacity.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The two traces of `benchmarks.serving.capacity`: questions over long documents, and prompts never seen before."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from benchmarks.accuracy.documents import read_questions
+from vllm_hybrid_sparse.cli.bench import write_prose
+from vllm_hybrid_sparse.load.mixes import QUESTIONS, Lengths, cut_to_words
+from vllm_hybrid_sparse.load.requests import Request
+
+
+def read_texts(paths: Sequence[Path], count: int, seed: int) -> list[str]:
+    """Return `count` texts: of L-Eval's JSONL files the longest, each once; made-up prose where no file is given."""
+    if not paths:
+        return [write_prose(16_000, seed + number) for number in range(count)]
+    documents = {question.document: None for path in paths for question in read_questions(path)}
+    longest = sorted(documents, key=len, reverse=True)[:count]
+    if len(longest) < count:
+        raise ValueError(f"documents={count}: the files have {len(longest)}")
+    return longest
+
+
+def question_trace(
+    texts: Sequence[str], tokenizer: Tokenizer, document_tokens: int, each: int, output: Lengths, seed: int
+) -> list[Request]:
+    """Return `each` questions over every text, as token ids, in an order drawn from `seed`.
+
+    Documents are cut to `document_tokens`, whole blocks of the prefix cache: a question over one that was read before
+    computes its own tokens alone. ValueError for a text that is shorter.
+    """
+    rng = random.Random(seed)
+    requests = []
+    for number, text in enumerate(texts):
+        document = tokenizer.encode(text, add_special_tokens=False).ids[:document_tokens]
+        if len(document) < document_tokens:
+            raise ValueError(f"document_tokens={document_tokens}: text {number} has {len(document)}")
+        for asked in range(each):
+            turn, which = divmod(asked + number, len(QUESTIONS))
+            question = f"\n\nQuestion {turn + 1}: {QUESTIONS[which]}\nAnswer:"
+            prompt = (*document, *tokenizer.encode(question, add_special_tokens=False).ids)
+            requests.append(
+                Request(prompt=prompt, max_tokens=output.draw(rng), ignore_eos=True, group=f"document {number + 1}")
+            )
+    rng.shuffle(requests)
+    return requests
+
+
+def prefill_trace(texts: Sequence[str], words: int, count: int, output_tokens: int) -> list[Request]:
+    """Return `count` prompts of `words` words, no two of which begin alike, with short answers: a prefill each.
+
+    ValueError where the texts do not have that many words.
+    """
+    requests = []
+    for number in range(count):
+        turn, which = divmod(number, len(texts))
+        parts = texts[which].split(maxsplit=(turn + 1) * words)  # another part of the text in each turn
+        if len(parts) <= (turn + 1) * words or len(parts[-1].split()) < words:
+            raise ValueError(f"words={words}: text {which} has too few for {count} prompts")
+        text = f"Part {number + 1}. {cut_to_words(parts[-1], words)}"
+        requests.append(Request(prompt=text, max_tokens=output_tokens, ignore_eos=True))
+    return requests

@@ -1,0 +1,102 @@
+"""supervise.sh, with small programs in the server's place."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.files import DEPLOY
+
+SUPERVISE = DEPLOY / "supervise.sh"
+WITHIN_S = 60.0
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Supervise a line of shell in a folder of its own; what is left is killed at the end."""
+    running: list[subprocess.Popen[str]] = []
+
+    def supervise(line: str, **env: str) -> subprocess.Popen[str]:
+        running.append(
+            subprocess.Popen(
+                [SUPERVISE, "bash", "-c", line],
+                cwd=tmp_path,
+                env=os.environ | env,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return running[-1]
+
+    yield supervise
+    for process in running:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(seen: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WITHIN_S
+    while not seen():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize("end", ["exit 0", "exit 3", "kill -9 $$"])
+def test_it_starts_again_whatever_the_status(start: Start, tmp_path: Path, end: str) -> None:
+    start(f"echo up >>starts; {end}")
+    wait_for(lambda: len(lines(tmp_path / "starts")) >= 2)
+
+
+def test_told_to_stop_it_tells_the_server_and_ends_with_its_status(start: Start, tmp_path: Path) -> None:
+    process = start("trap 'echo told >>starts; exit 7' TERM; echo up >>starts; while :; do sleep 0.05; done")
+    wait_for(lambda: lines(tmp_path / "starts") == ["up"])
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WITHIN_S) == 7
+    assert lines(tmp_path / "starts") == ["up", "told"]  # and it was not started again
+
+
+def test_it_waits_for_a_server_that_takes_its_time_to_stop(start: Start, tmp_path: Path) -> None:
+    process = start(
+        "trap 'sleep 1; echo drained >>starts; exit 0' TERM; echo up >>starts; while :; do sleep 0.05; done"
+    )
+    wait_for(lambda: lines(tmp_path / "starts") == ["up"])
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WITHIN_S) == 0
+    assert lines(tmp_path / "starts") == ["up", "drained"]
+
+
+def test_told_to_stop_in_a_pause_it_ends_at_once(start: Start, tmp_path: Path) -> None:
+    process = start("echo up >>starts; [[ $(wc -l <starts) -lt 3 ]]")
+    wait_for(lambda: len(lines(tmp_path / "starts")) >= 3)  # now it pauses for 4 s
+    begun_s = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.wait(WITHIN_S)
+    assert time.monotonic() - begun_s < 3
+    assert len(lines(tmp_path / "starts")) == 3
+
+
+def test_pauses_double_to_a_bound_and_a_server_that_settled_begins_anew(start: Start, tmp_path: Path) -> None:
+    process = start("echo up >>starts; [[ $(wc -l <starts) != 4 ]] || sleep 2", SETTLED_S="2", LONGEST_PAUSE_S="2")
+    wait_for(lambda: len(lines(tmp_path / "starts")) >= 5)
+    process.send_signal(signal.SIGTERM)
+    process.wait(WITHIN_S)
+    assert process.stderr is not None
+    said = [line.rpartition(" in ")[2] for line in process.stderr.read().splitlines() if "starting" in line]
+    assert said[:4] == ["1 s", "2 s", "2 s", "1 s"]
+
+
+def test_without_a_command_it_says_so() -> None:
+    done = subprocess.run([SUPERVISE], capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    assert (done.returncode, done.stderr) == (2, "supervise: needs the server's command line\n")
