@@ -55,6 +55,10 @@ class HybridSparseCUDAWorker(HostStoreWorker, PlainOutputWorker):
         tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
         working = CudaLayers.working_bytes(attentions[0], tokens) if attentions else 0
         self._pool_bytes = max(0, left - working)
+        logger.warning(
+            "hybrid_sparse: this path has not run on a GPU before: compare its answers with another backend's first "
+            "(python -m benchmarks.gpu_serving, deploy/gpu/README.md)"
+        )
         logger.info(
             "hybrid_sparse: %.1f GiB of host memory for the KV cache%s; on the GPU %.1f GiB for %s, %.1f GiB for steps",
             store / 2**30,
