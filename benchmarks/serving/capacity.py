@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.capacity --out DIR [--texts leval-legal_contract_qa.jsonl] [--servers stock,topk-5]
 
-One server at a time serves SmolLM2-135M-Instruct in BF16, all alike but for the backend, bound to all cores. Several
+One server at a time serves SmolLM2-135M-Instruct, all alike but for the backend, bound to all cores. Several
 questions are asked over each of a few documents, which were read before: decoding bounds it. The limits are multiples
 of stock vLLM's decode iteration, so `stock` comes first. Then every server gets prompts that it has not seen, with
 short answers: prefill bounds those. A report that DIR has is not measured again; the last lines compare all of them.
@@ -21,7 +21,14 @@ from tokenizers import Tokenizer
 
 from benchmarks.machine import provenance
 from benchmarks.report import markdown_table
-from benchmarks.serving.backends import START_TIMEOUT_S, our_args, serve_args, stop_servers_when_terminated, thread_env
+from benchmarks.serving.backends import (
+    DTYPES,
+    START_TIMEOUT_S,
+    our_args,
+    serve_args,
+    stop_servers_when_terminated,
+    thread_env,
+)
 from benchmarks.serving.capacity_traces import prefill_trace, question_trace, read_texts
 from vllm_hybrid_sparse.cli.server import Server
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
@@ -38,7 +45,7 @@ SERVERS: dict[str, dict[str, object] | None] = {
     "dense": {"policy": "dense"},
 }
 # Where the search begins, requests a second on two cores: guesses, which cost time where they are wrong.
-FIRST_RATES = {REFERENCE: 0.17, "progressive": 0.38, "topk-5": 0.5, "topk-30": 0.4, "dense": 0.25}
+FIRST_RATES = {REFERENCE: 0.12, "progressive": 0.27, "topk-5": 0.34, "topk-30": 0.27, "dense": 0.15}
 MODEL_TOKENS = 8192
 _BESIDE_TOKENS = 2048  # room for each request beside its document: what was asked before stays cached, too
 _PREFILL_CLIENTS = 2
@@ -57,7 +64,7 @@ def make_server(name: str, model: Path, options: argparse.Namespace) -> Server:
     settings = SERVERS[name]
     cached_tokens = options.documents * options.document_tokens + options.at_once * _BESIDE_TOKENS
     args = [
-        *serve_args(MODEL_TOKENS, cached_tokens, filled=False),
+        *serve_args(MODEL_TOKENS, cached_tokens, filled=False, dtype=options.dtype),
         f"--max-num-seqs={options.at_once}",
         "--enable-prefix-caching",
         f"--served-model-name={model.name}",
@@ -185,6 +192,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rate-factor", type=float, default=1.0, help="on all first rates (%(default)s)")
     parser.add_argument("--prefill-words", type=int, default=1500, help="of a prompt of the second trace (%(default)s)")
     parser.add_argument("--prefill-requests", type=int, default=10, help="of the second trace (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of all servers (%(default)s)")
     parser.add_argument("--threads", default="all", help="cores of the worker: all, default, or a list (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (%(default)s)")
     parser.add_argument("--model", type=Path, default=None, help="instead of SmolLM2-135M-Instruct")
@@ -216,7 +224,7 @@ def main() -> int:
         prefills = {one: found for one in SERVERS if (found := report(options.out, f"{one}-prefill"))}
         rows = compare(reports, prefills)
         print(show(rows), flush=True)
-        content = provenance() | {"iteration_ms": iteration_ms(options.out), "rows": rows}
+        content = provenance() | {"dtype": options.dtype, "iteration_ms": iteration_ms(options.out), "rows": rows}
         (options.out / "capacity.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
