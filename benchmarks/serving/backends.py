@@ -8,8 +8,8 @@ from pathlib import Path
 from vllm_hybrid_sparse.cli.server import Server, core_list
 
 START_TIMEOUT_S = 900  # the first start compiles
-_KV_VALUES_PER_TOKEN = 2 * 30 * 3 * 64  # SmolLM2-135M: K and V, 30 layers, 3 heads of 64
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPES = {"bfloat16": 2, "float32": 4}  # bytes a number
+_KV_PER_TOKEN = 2 * 30 * 3 * 64  # numbers, SmolLM2-135M: K and V, 30 layers, 3 heads of 64
 _SPARE = 1.15  # summaries and partly filled blocks
 _FILL = {"fill_mean": 0.0, "fill_std": 1.0, "startup_fill": True}  # 0 deviation would make all pages alike
 
@@ -27,13 +27,13 @@ def serve_args(model_tokens: int, cached_tokens: int, filled: bool, dtype: str =
     model_tokens    longest request
     cached_tokens   room of the KV cache
     filled          let vLLM's DecodeBenchConnector fill the KV cache, once, instead of computing prompts
-    dtype           of weights and KV; CPUs without BF16 instructions multiply several rows faster in float32
+    dtype           of weights, KV cache and arithmetic: a key of `DTYPES`
     """
     args = [
         f"--dtype={dtype}",
         f"--max-model-len={model_tokens}",
         f"--hf-overrides={json.dumps({'max_position_embeddings': model_tokens})}",
-        f"--kv-cache-memory-bytes={int(cached_tokens * _KV_VALUES_PER_TOKEN * DTYPE_BYTES[dtype] * _SPARE)}",
+        f"--kv-cache-memory-bytes={int(cached_tokens * _KV_PER_TOKEN * DTYPES[dtype] * _SPARE)}",
     ]
     if filled:
         connector = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both", "kv_connector_extra_config": _FILL}

@@ -2,10 +2,10 @@
 
     python -m benchmarks.serving.capacity --out DIR [--texts leval-legal_contract_qa.jsonl] [--servers stock,topk-5]
 
-One server at a time serves SmolLM2-135M-Instruct, all alike but for the backend, bound to all cores. Several questions
-are asked over each of a few documents, which were read before: decoding bounds it. The limits are multiples of stock
-vLLM's decode iteration, so `stock` comes first. Then every server gets prompts that it has not seen, with short
-answers: prefill bounds those. A report that DIR has is not measured again; the last lines compare all of them.
+One server at a time serves SmolLM2-135M-Instruct, all alike but for the backend, bound to all cores. Several
+questions are asked over each of a few documents, which were read before: decoding bounds it. The limits are multiples
+of stock vLLM's decode iteration, so `stock` comes first. Then every server gets prompts that it has not seen, with
+short answers: prefill bounds those. A report that DIR has is not measured again; the last lines compare all of them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from benchmarks.machine import provenance
 from benchmarks.report import markdown_table
 from benchmarks.serving.backends import (
-    DTYPE_BYTES,
+    DTYPES,
     START_TIMEOUT_S,
     our_args,
     serve_args,
@@ -45,7 +45,7 @@ SERVERS: dict[str, dict[str, object] | None] = {
     "dense": {"policy": "dense"},
 }
 # Where the search begins, requests a second on two cores: guesses, which cost time where they are wrong.
-FIRST_RATES = {REFERENCE: 0.17, "progressive": 0.38, "topk-5": 0.5, "topk-30": 0.4, "dense": 0.25}
+FIRST_RATES = {REFERENCE: 0.12, "progressive": 0.27, "topk-5": 0.34, "topk-30": 0.27, "dense": 0.15}
 MODEL_TOKENS = 8192
 _BESIDE_TOKENS = 2048  # room for each request beside its document: what was asked before stays cached, too
 _PREFILL_CLIENTS = 2
@@ -192,9 +192,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rate-factor", type=float, default=1.0, help="on all first rates (%(default)s)")
     parser.add_argument("--prefill-words", type=int, default=1500, help="of a prompt of the second trace (%(default)s)")
     parser.add_argument("--prefill-requests", type=int, default=10, help="of the second trace (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of all servers (%(default)s)")
     parser.add_argument("--threads", default="all", help="cores of the worker: all, default, or a list (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPE_BYTES, help="of all servers (%(default)s)")
     parser.add_argument("--model", type=Path, default=None, help="instead of SmolLM2-135M-Instruct")
     options = parser.parse_args()
     if unknown := set(options.servers.split(",")) - set(SERVERS):

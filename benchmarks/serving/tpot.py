@@ -20,13 +20,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from benchmarks.report import markdown_table, save, spread
-from benchmarks.serving.backends import (
-    DTYPE_BYTES,
-    START_TIMEOUT_S,
-    make_pair,
-    serve_args,
-    stop_servers_when_terminated,
-)
+from benchmarks.serving.backends import DTYPES, START_TIMEOUT_S, make_pair, serve_args, stop_servers_when_terminated
 from benchmarks.serving.cases import POLICIES, TTFT_BAR, Case, Samples, select_cases
 from benchmarks.serving.streams import stream_all, token_gaps_ms
 from vllm_hybrid_sparse.cli.prose import prose
@@ -179,10 +173,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--policies", default=",".join(POLICIES), help="comma-separated")
     parser.add_argument("--threads", default="", help="`all`, `default` or core lists, `;` between; else by case")
     parser.add_argument("--settings", default="{}", type=json.loads, help="more settings of our backend, as JSON")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of both sides (%(default)s)")
     parser.add_argument("--tokens", default=64, type=int, help="output tokens of a stream that are timed")
     parser.add_argument("--rounds", default=0, type=int, help="instead of each case's own number")
     parser.add_argument("--full", action="store_true", help="also the case that computes 32K tokens, minutes a side")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPE_BYTES, help="of both sides (%(default)s)")
     parser.add_argument("--model", default=None, type=Path, help="instead of SmolLM2-135M-Instruct")
     return parser.parse_args()
 
@@ -200,9 +194,8 @@ def main() -> int:
     for policy in policies:
         for threads, together in groups(cases, options.threads):
             say(f"{policy}, threads {threads}: {', '.join(case.name for case in together)}")
-            measured = measure_pair(
-                together, POLICIES[policy] | options.settings, threads, model, options.tokens, options.dtype
-            )
+            settings = POLICIES[policy] | options.settings
+            measured = measure_pair(together, settings, threads, model, options.tokens, options.dtype)
             samples |= {(name, policy, threads, side): measured[name][side] for name in measured for side in SIDES}
     rows = summarise(samples, cases, policies)
     raw = [dict(zip(("case", "policy", "threads", "side"), key, strict=True)) | asdict(samples[key]) for key in samples]
