@@ -13,6 +13,7 @@ from vllm_hybrid_sparse.values import (
     MICROBATCHES_IN_FLIGHT,
     PAGE_TOKENS,
     SUMMARY_VECTORS,
+    PageRanking,
     PredictionSpec,
     RetainedSet,
     SalienceSpec,
@@ -31,7 +32,7 @@ DEVICE_POOLS = ("unified", "per_layer")
 DEVICE_EVICTIONS = ("cyclic", "lru", "fifo")
 HOST_SHARES = ("none", "uniform", "length", "queue")
 
-_FLUXION_SUMMARY = "minmax"  # its predictor is trained on budgets of blocks ranked by these bounds
+FLUXION_SUMMARIES = ("key_codes", "minmax")  # those of which a block's score is composed of its pages'
 _SECTION = "hybrid_sparse"  # the key of `--additional-config` that holds these settings
 _MAX_TOKENS = 2**24
 _MAX_PAGES = _MAX_TOKENS // PAGE_TOKENS
@@ -189,7 +190,7 @@ class HybridSparseConfig:
             values=f"one of {', '.join(SUMMARIES)}",
             allows=SUMMARIES.__contains__,
             meaning="what is kept of a page to estimate its score: bits of its keys (RaBitQ), ArkVale's centre, "
-            "Quest's bounds; fluxion needs minmax and takes it by default",
+            "Quest's bounds; fluxion takes key_codes or minmax, whichever its predictor was made for",
             policies=(*PAGE_POLICIES, "fluxion"),
         )
     )
@@ -299,10 +300,9 @@ class HybridSparseConfig:
             replaced = setting.unless and getattr(self, setting.unless) is not None
             used = setting.policies or setting.summaries or setting.devices
             if getattr(self, entry.name) is None and used and not self._unused_because(setting) and not replaced:
-                default = _FLUXION_SUMMARY if (self.policy, entry.name) == ("fluxion", "summary") else setting.default
-                object.__setattr__(self, entry.name, default)
-        if self.policy == "fluxion" and self.summary != _FLUXION_SUMMARY:
-            raise _refusal("summary", self.summary, f"must be {_FLUXION_SUMMARY} with policy fluxion")
+                object.__setattr__(self, entry.name, setting.default)
+        if self.policy == "fluxion" and self.summary not in FLUXION_SUMMARIES:
+            raise _refusal("summary", self.summary, f"must be {' or '.join(FLUXION_SUMMARIES)} with policy fluxion")
         if self.remainder == "auto":
             estimates = self.summary == "key_codes"
             object.__setattr__(self, "remainder", "estimated" if estimates else "lightest_page")
@@ -401,7 +401,8 @@ class HybridSparseConfig:
         if self.policy != "fluxion":
             return None
         assert self.granularity is not None
-        return PredictionSpec(predictor=self.predictor, granularity=self.granularity)
+        ranking = PageRanking(summary=self.page_summary, code_bits=self.code_bits)
+        return PredictionSpec(predictor=self.predictor, granularity=self.granularity, ranking=ranking)
 
     def describe(self) -> str:
         """The settings in effect as one line, `name=value` separated by blanks."""
