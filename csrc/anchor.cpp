@@ -230,28 +230,30 @@ void Engine::observe_budgets(const LayerCall& call, const Batch& batch, int inde
     for (int g = 0; g < group; ++g) deviation(page_state.data(), g, part(g, p));
   }
 
-  std::vector<float> operands(int64_t{group} * 2 * head_dim), bounds, kept(1 + head_dim);
-  std::vector<const float*> operand_rows(group);
+  std::vector<char> operands(group * block_operand_bytes());
+  std::vector<const void*> operand_rows(group);
+  std::vector<float> block_scores, kept(1 + head_dim);
   for (int g = 0; g < group; ++g) {
     float* features = anchor.state->features.data() + (int64_t{head} * group + g) * feature::count;
     const float divisor = std::max(features[feature::anchor_query_norm], kTinyNorm);
     std::vector<float> similarity(scores.begin() + g * tokens, scores.begin() + (g + 1) * tokens);
     for (float& z : similarity) z /= divisor;
     put_moments(similarity, features + feature::anchor_similarity_mean);
-    float* row = operands.data() + int64_t{g} * 2 * head_dim;
-    split_by_sign(anchor.state->query_floats.data() + (int64_t{head} * group + g) * head_dim, head_dim, row);
+    char* row = operands.data() + g * block_operand_bytes();
+    const int64_t element = (int64_t{head} * group + g) * head_dim;
+    prepare_block_query(anchor.state->query.data() + element * element_bytes(geometry_.layout.dtype),
+                        anchor.state->query_floats.data() + element, row);
     operand_rows[g] = row;
   }
   for (size_t i = 0; i < kGranularities.size(); ++i) {
     const int block_pages = kGranularities[i] / kPageTokens;
     const int blocks = (pages + block_pages - 1) / block_pages;
-    bounds.resize(int64_t{group} * blocks);
-    kernels_.score_blocks({operand_rows.data(), group, table, anchor.candidates.begin, anchor.candidates.end, block_pages,
-                           blocks, head_dim, bounds.data(), blocks});
+    block_scores.resize(int64_t{group} * blocks);
+    score_blocks(table, operand_rows.data(), group, anchor.candidates, block_pages, block_scores.data(), blocks);
     for (int g = 0; g < group; ++g) {
       deviation(state(index * kAnchorStates + kKept), g, kept.data());
       RankedPages rank;
-      rank.build(kernels_, bounds.data() + int64_t{g} * blocks, blocks, 0);
+      rank.build(kernels_, block_scores.data() + int64_t{g} * blocks, blocks, 0);
       const int needed = least_pages(rank, part(g, 0), kept, pages, block_pages, anchor.tolerance);
       anchor.state->features[(int64_t{head} * group + g) * feature::count + feature::anchor_budget_16 + static_cast<int>(i)] =
           static_cast<float>(needed) / static_cast<float>(pages);

@@ -5,7 +5,7 @@ inline constexpr int kBoundRows = 4;
 
 // The bounds of one block for `Rows` query rows: over its pages the maxima and minima of each dim, times the row's operands.
 template <class T, int Rows>
-static inline void bound_block(const BlockScoreArgs& args, const char* const* summaries, int pages, const float* const* queries,
+static inline void bound_block(const BlockScoreArgs& args, const char* const* summaries, int pages, const void* const* queries,
                                float* scores) {
   constexpr int64_t kBytes = sizeof(typename T::Element);
   const int64_t minima = args.head_dim * kBytes;
@@ -19,8 +19,9 @@ static inline void bound_block(const BlockScoreArgs& args, const char* const* su
       lower = min(lower, T::load_elements(summaries[p] + minima + d * kBytes));
     }
     for (int r = 0; r < Rows; ++r) {
-      const vf positive = load(queries[r] + d);
-      const vf negative = load(queries[r] + args.head_dim + d);
+      const float* query = static_cast<const float*>(queries[r]);
+      const vf positive = load(query + d);
+      const vf negative = load(query + args.head_dim + d);
       acc[r] = fma(upper, positive, fma(lower, negative, acc[r]));
     }
   }
@@ -29,7 +30,7 @@ static inline void bound_block(const BlockScoreArgs& args, const char* const* su
 
 template <class T, int Rows>
 static inline void bound_block_rows(const BlockScoreArgs& args, const char* const* summaries, int pages,
-                                    const float* const* queries, int rows, float* scores) {
+                                    const void* const* queries, int rows, float* scores) {
   if (rows == Rows) {
     bound_block<T, Rows>(args, summaries, pages, queries, scores);
   } else if constexpr (Rows > 1) {

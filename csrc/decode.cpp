@@ -123,20 +123,20 @@ void Engine::score_span(const LayerCall& call, const Batch& batch, const Span& s
   const int group = geometry_.group();
   const Item& item = items_[span.item];
   const int candidates = item.candidate_end - item.candidate_begin;
-  score_range(query_pointers_.data() + int64_t{span.item} * group, page_table(call, batch, item.request, 0), span.page_begin,
-              span.count, scores_.data() + item.score_offset + (span.page_begin - item.candidate_begin),
-              int64_t{group + 1} * candidates, candidates);
+  score_summaries(query_pointers_.data() + int64_t{span.item} * group, geometry_.kv_heads, group,
+                  page_table(call, batch, item.request, 0), span.page_begin, span.count,
+                  scores_.data() + item.score_offset + (span.page_begin - item.candidate_begin),
+                  int64_t{group + 1} * candidates, candidates);
 }
 
-// The summaries of `count` pages against the rows of all KV heads (see ScoreArgs).
-void Engine::score_range(const void* const* queries, const PageTable& table, int page_begin, int count, float* scores,
-                         int64_t head_stride, int64_t row_stride) const {
+// Rows of some KV heads against the summaries of pages, see ScoreArgs.
+void Engine::score_summaries(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count,
+                             float* scores, int64_t head_stride, int64_t row_stride) const {
   const Layout& layout = geometry_.layout;
-  const int group = geometry_.group();
   const bool codes = layout.summary == Summary::key_codes;
   static thread_local std::vector<float> scratch;
-  if (codes) scratch.resize(int64_t{geometry_.kv_heads} * (group + 1) * kScoreChunkPages);
-  kernels_.score({queries, geometry_.kv_heads, group, page_begin, count, table, layout.summary_elements(), layout.head_dim,
+  if (codes) scratch.resize(int64_t{heads} * (rows + 1) * kScoreChunkPages);
+  kernels_.score({queries, heads, rows, page_begin, count, table, layout.summary_elements(), layout.head_dim,
                   codes ? layout.code_bits : 0, geometry_.scale, scores, head_stride, row_stride, scratch.data()});
 }
 

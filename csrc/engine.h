@@ -238,8 +238,8 @@ class Engine {
   void score_and_attend_retained(const LayerCall& call, const Batch& batch);
   void rank(const Selection& selection);
   void score_span(const LayerCall& call, const Batch& batch, const Span& span);
-  void score_range(const void* const* queries, const PageTable& table, int page_begin, int count, float* scores,
-                   int64_t head_stride, int64_t row_stride) const;
+  void score_summaries(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count,
+                       float* scores, int64_t head_stride, int64_t row_stride) const;
   void rank_item(Item& item, int index, const Selection& selection);
   void share_round(int open, const Selection& selection);
   void add_round_spans(int index, const Selection& selection, int& next_state);
@@ -296,6 +296,10 @@ class Engine {
   void describe_heads(const LayerCall& call, Item& item, int index);
   float output_norm(const float* of_state, int row) const;
   void predict_budgets(const FluxionLayer& layer);
+  int64_t block_operand_bytes() const;
+  void prepare_block_query(const char* query, const float* floats, char* out) const;
+  void score_blocks(const PageTable& table, const void* const* queries, int rows, CandidatePages pages, int block_pages,
+                    float* scores, int64_t stride) const;
   void choose_blocks(const LayerCall& call, const Batch& batch);
   int num_blocks(const Item& item) const;
   void score_block_span(const LayerCall& call, const Batch& batch, const Span& span);
@@ -340,7 +344,7 @@ class Engine {
   std::vector<Anchor> anchors_;
   int predicted_rows_ = 0;  // query heads of the call that have a budget predicted; what follows grows only
   std::vector<float> head_features_;             // [rows][feature::count]
-  std::vector<float> bound_operands_;            // [rows][2 head_dim] (BlockScoreArgs)
+  std::vector<char> block_operands_;             // of every row (prepare_block_query)
   std::vector<HeadProperties> head_properties_;  // [rows]
   std::vector<int32_t> head_blocks_;             // [rows] logical blocks to select
 };

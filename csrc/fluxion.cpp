@@ -1,5 +1,5 @@
 // Fluxion's decode rows: features of every head from the retained set's states and the anchor, a budget for each from the
-// predictor, a granularity for each group, and its heads' best logical blocks (Fluxion, sections 5.2 and 5.3).
+// predictor, and a granularity for each group (Fluxion, sections 5.2 and 5.3); fluxion_blocks.cpp has what follows from them.
 #include <algorithm>
 #include <cmath>
 
@@ -8,8 +8,7 @@
 namespace hybrid_sparse {
 namespace {
 
-constexpr int kMinPredictRows = 3;        // heads that one task predicts at least: all of them read the whole network
-constexpr int kMinBlockScorePages = 128;  // pages whose summaries a task scores at least
+constexpr int kMinPredictRows = 3;  // heads that one task predicts at least: all of them read the whole network
 
 double dot(const float* a, const float* b, int count) {
   double sum = 0.0;
@@ -63,7 +62,7 @@ void Engine::choose_anchors(const LayerCall& call, const Batch& batch, const Sel
     if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
   };
   grow(head_features_, int64_t{rows} * feature::count);
-  grow(bound_operands_, int64_t{rows} * 2 * geometry_.layout.head_dim);
+  grow(block_operands_, rows * block_operand_bytes());
   grow(head_properties_, rows);
   grow(head_blocks_, rows);
   predicted_rows_ = rows;
@@ -127,8 +126,8 @@ void Engine::describe_heads(const LayerCall& call, Item& item, int index) {
   for (int g = 0; g < group; ++g) {
     const int head = item.head * group + g;
     kernels_.to_float(query_row(call, item.token, head), head_dim, query.data());
-    float* operands = bound_operands_.data() + int64_t{item.first_row + g} * 2 * head_dim;
-    split_by_sign(query.data(), head_dim, operands);
+    prepare_block_query(query_row(call, item.token, head), query.data(),
+                        block_operands_.data() + (item.first_row + g) * block_operand_bytes());
     float* row = head_features_.data() + int64_t{item.first_row + g} * feature::count;
     std::copy_n(anchor.features.data() + int64_t{head} * feature::count, feature::count, row);
     const float norm = static_cast<float>(std::sqrt(dot(query.data(), query.data(), head_dim)));
@@ -180,80 +179,6 @@ void Engine::predict_budgets(const FluxionLayer& layer) {
                                       head_blocks_.data() + item.first_row);
     item.budget = 0;
   }
-}
-
-// Ranks the logical blocks for every head that selects some.
-void Engine::choose_blocks(const LayerCall& call, const Batch& batch) {
-  spans_.clear();
-  int64_t scores = 0;
-  for (int i = 0; i < item_count_; ++i) {
-    Item& item = items_[i];
-    if (!item.anchor || item.granularity == 0) continue;
-    const int blocks = num_blocks(item);
-    const int parts = pool_.size() == 1 ? 1
-                                        : std::clamp((item.candidate_end - item.candidate_begin) / kMinBlockScorePages, 1,
-                                                     std::min(blocks, pool_.size()));
-    item.score_offset = scores;
-    item.pending = parts;
-    scores += int64_t{geometry_.group()} * blocks;
-    for (int p = 0; p < parts; ++p) {
-      const int first = static_cast<int>(int64_t{blocks} * p / parts);
-      const int last = static_cast<int>(int64_t{blocks} * (p + 1) / parts);
-      spans_.push_back({i, nullptr, first, last - first, 0});
-    }
-  }
-  if (spans_.empty()) return;
-  if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(scores);
-  pool_.for_each(static_cast<int>(spans_.size()), [&](int s) {
-    Item& item = items_[spans_[s].item];
-    score_block_span(call, batch, spans_[s]);
-    std::atomic_ref<int> pending(item.pending);
-    if (pending.fetch_sub(1, std::memory_order_acq_rel) == 1) take_blocks(item);
-  });
-}
-
-int Engine::num_blocks(const Item& item) const {
-  const int block_pages = item.granularity / kPageTokens;
-  return (item.candidate_end - item.candidate_begin + block_pages - 1) / block_pages;
-}
-
-// The heads that select something have rows of scores, one after another; the others have none.
-void Engine::score_block_span(const LayerCall& call, const Batch& batch, const Span& span) {
-  const Item& item = items_[span.item];
-  const int block_pages = item.granularity / kPageTokens;
-  const int blocks = num_blocks(item);
-  static thread_local std::vector<const float*> queries;
-  queries.clear();
-  for (int g = 0; g < geometry_.group(); ++g)
-    if (head_blocks_[item.first_row + g] > 0)
-      queries.push_back(bound_operands_.data() + int64_t{item.first_row + g} * 2 * geometry_.layout.head_dim);
-  kernels_.score_blocks({queries.data(), static_cast<int>(queries.size()), page_table(call, batch, item.request, item.head),
-                         item.candidate_begin + span.page_begin * block_pages, item.candidate_end, block_pages, span.count,
-                         geometry_.layout.head_dim, scores_.data() + item.score_offset + span.page_begin, blocks});
-}
-
-// The union of the heads' best blocks, as pages in sequence order.
-void Engine::take_blocks(Item& item) {
-  const int blocks = num_blocks(item);
-  const int block_pages = item.granularity / kPageTokens;
-  static thread_local std::vector<uint8_t> taken;
-  static thread_local std::vector<int32_t> best;
-  taken.assign(blocks, 0);
-  const float* scores = scores_.data() + item.score_offset;
-  for (int g = 0; g < geometry_.group(); ++g) {
-    const int wanted = head_blocks_[item.first_row + g];
-    if (wanted == 0) continue;
-    best.resize(wanted);
-    select_best(kernels_, scores, blocks, wanted, 0, best.data());
-    for (const int32_t block : best) taken[block] = 1;
-    scores += blocks;
-  }
-  for (int b = 0; b < blocks; ++b) {
-    if (!taken[b]) continue;
-    const int first = item.candidate_begin + b * block_pages;
-    for (int p = first; p < std::min(first + block_pages, item.candidate_end); ++p) item.order.push_back(p);
-  }
-  item.budget = static_cast<int>(item.order.size());
 }
 
 std::vector<float> Engine::last_features(int request, int kv_head) const {

@@ -23,8 +23,8 @@ void Engine::score_pages(const RequestPages& of, const char* query, int page_beg
     pool_.for_each(parts, [&](int part) {
       const int first = static_cast<int>(int64_t{count} * part / parts);
       const int last = static_cast<int>(int64_t{count} * (part + 1) / parts);
-      score_range(query_pointers_.data(), page_table(of, 0), page_begin + first, last - first, scores + first,
-                  int64_t{geometry_.group()} * count, count);
+      score_summaries(query_pointers_.data(), geometry_.kv_heads, geometry_.group(), page_table(of, 0), page_begin + first,
+                      last - first, scores + first, int64_t{geometry_.group()} * count, count);
     });
   });
 }

@@ -53,7 +53,7 @@ struct ScoreArgs {
 // Query rows against logical blocks of whole pages of one KV head, by the min/max summaries of these pages (Quest): the bound of
 // block b is over the pages [page_begin + b * block_pages, … + block_pages), cut off at page_end.
 struct BlockScoreArgs {
-  const float* const* queries;  // [rows] the row's positive elements, then its negative ones, 0 elsewhere
+  const void* const* queries;  // [rows] floats: the row's positive elements, then its negative ones, 0 elsewhere
   int rows;
   PageTable table;
   int page_begin;

@@ -12,6 +12,7 @@ from vllm_hybrid_sparse.values import (
     CODE_BITS,
     PAGE_TOKENS,
     SUMMARY_VECTORS,
+    PageRanking,
     PredictionSpec,
     RetainedSet,
     SalienceSpec,
@@ -32,7 +33,7 @@ DEVICE_EVICTIONS = ("cyclic", "lru", "fifo")
 HOST_SHARES = ("none", "uniform", "length", "queue")
 ADMISSIONS = ("working_set", "none")
 
-_FLUXION_SUMMARY = "minmax"  # its predictor is trained on budgets of blocks ranked by these bounds
+FLUXION_SUMMARIES = ("key_codes", "minmax")  # those of which a block's score is composed of its pages'
 _SECTION = "hybrid_sparse"  # the key of `--additional-config` that holds these settings
 _MAX_TOKENS = 2**24
 _MAX_PAGES = _MAX_TOKENS // PAGE_TOKENS
@@ -191,7 +192,7 @@ class HybridSparseConfig:
             values=f"one of {', '.join(SUMMARIES)}",
             allows=SUMMARIES.__contains__,
             meaning="what is kept of a page to estimate its score: bits of its keys (RaBitQ), ArkVale's centre, "
-            "Quest's bounds; fluxion needs minmax and takes it by default",
+            "Quest's bounds; fluxion takes key_codes or minmax, whichever its predictor was made for",
             policies=(*PAGE_POLICIES, "fluxion"),
         )
     )
@@ -313,8 +314,8 @@ class HybridSparseConfig:
             used = setting.policies or setting.summaries or setting.devices
             if getattr(self, entry.name) is None and used and not self._unused_because(setting) and not replaced:
                 object.__setattr__(self, entry.name, self._default_of(entry.name, setting))
-        if self.policy == "fluxion" and self.summary != _FLUXION_SUMMARY:
-            raise _refusal("summary", self.summary, f"must be {_FLUXION_SUMMARY} with policy fluxion")
+        if self.policy == "fluxion" and self.summary not in FLUXION_SUMMARIES:
+            raise _refusal("summary", self.summary, f"must be {' or '.join(FLUXION_SUMMARIES)} with policy fluxion")
         if self.remainder == "auto":
             estimates = self.summary == "key_codes"
             object.__setattr__(self, "remainder", "estimated" if estimates else "lightest_page")
@@ -324,8 +325,6 @@ class HybridSparseConfig:
 
     def _default_of(self, name: str, setting: _Setting) -> int | float | str | None:
         """What a setting that is used and not given becomes; None: the worker decides."""
-        if (self.policy, name) == ("fluxion", "summary"):
-            return _FLUXION_SUMMARY
         return None if (self.device, name) == ("cuda", "device_pool_pages") else setting.default
 
     def _check_device(self) -> None:
@@ -419,7 +418,8 @@ class HybridSparseConfig:
         if self.policy != "fluxion":
             return None
         assert self.granularity is not None
-        return PredictionSpec(predictor=self.predictor, granularity=self.granularity)
+        ranking = PageRanking(summary=self.page_summary, code_bits=self.code_bits)
+        return PredictionSpec(predictor=self.predictor, granularity=self.granularity, ranking=ranking)
 
     def describe(self) -> str:
         """The settings in effect as one line, `name=value` separated by blanks."""

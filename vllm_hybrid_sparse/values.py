@@ -126,11 +126,20 @@ class SelectionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageRanking:
+    """What says which pages are the best: a kind of summary."""
+
+    summary: str = "key_codes"
+    code_bits: int | None = CODE_BITS[-1]  # of key codes; None of another summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionSpec:
-    """Fluxion's rule for what a head reads: what a predictor says."""
+    """Fluxion's rule for what a head reads: as much as a predictor says of the blocks that rank best."""
 
     predictor: str | None = None  # path of its file; None: the one that the package ships
     granularity: int = 0  # tokens of a logical block, 16, 32, 64 or 128; 0: of the least volume (eq. 3)
+    ranking: PageRanking = PageRanking()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

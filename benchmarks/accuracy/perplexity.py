@@ -44,6 +44,7 @@ def run_window(prefill: Prefill, selection: str, decoded: torch.Tensor) -> dict[
     return {
         "loss": float(torch.nn.functional.cross_entropy(logits, decoded)),
         "bytes_read": stats.read_bytes / stats.total_bytes,
+        "anchor_bytes_read": stats.anchor_bytes / stats.total_bytes,
         **record.summary(),
         "by_head": record.by_head(),
         "oracle_deciles": record.oracle_deciles(),
@@ -122,6 +123,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
                 f"{row['pages_read']:.1%}",
                 f"{row['oracle_pages_read']:.1%}",
                 f"{row['bytes_read']:.1%}",
+                f"{row['anchor_bytes_read']:.1%}",
                 f"{row['kept_mean']:.4f}",
                 f"{row['kept_at_least_0.95']:.2%}",
                 f"{row['kept_at_least_0.90']:.2%}",
@@ -137,6 +139,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
         "candidate pages read",
         f"oracle's for {PROMISE}",
         "KV bytes read",
+        "and for anchors",
         "kept, mean",
         "kept ≥ 0.95",
         "≥ 0.90",

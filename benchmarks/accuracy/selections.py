@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Protocol, Self
 
 from transformers import PreTrainedModel
 
+from benchmarks.accuracy.fixed_budget import write_fixed_predictor
 from benchmarks.accuracy.reference_attention import PageRule, ReferenceSession
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
+from vllm_hybrid_sparse.hf.shape import model_shape
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
 
@@ -21,6 +25,7 @@ TOPK_RATIOS = (0.01, 0.02, 0.05, 0.10, 0.20)
 THRESHOLDS = (0.80, 0.90, PROMISE, 0.98)
 HGCA_BETAS = (0.25, 0.5, 0.75, 1.0)
 HGCA_SHARES = (0.25, 0.5, 0.75)
+HEAD_BUDGETS = (0.02, 0.05)
 HGCA_TOKENS = 4096  # of the sequences whose share the dense window is
 
 
@@ -64,10 +69,20 @@ SELECTIONS: dict[str, dict[str, object]] = {
     **_thresholds("psa", summary="cuboid_mean", microbatch_pages=8),
     **_thresholds("psa-codes2", remainder="lightest_page"),
     **_hgca(),
-    "fluxion": {"policy": "fluxion"},
-    "fluxion-16": {"policy": "fluxion", "granularity": 16},
+    "fluxion-codes2": {"policy": "fluxion"},
+    "fluxion-codes2-16": {"policy": "fluxion", "granularity": 16},
+    "fluxion-minmax": {"policy": "fluxion", "summary": "minmax"},
+    "fluxion-minmax-16": {"policy": "fluxion", "summary": "minmax", "granularity": 16},
+    **{f"fixed16-codes2-{budget:.0%}": {"policy": "fluxion", "granularity": 16} for budget in HEAD_BUDGETS},
+    **{
+        f"fixed16-minmax-{budget:.0%}": {"policy": "fluxion", "summary": "minmax", "granularity": 16}
+        for budget in HEAD_BUDGETS
+    },
 }
 """Settings of the shipped kernels."""
+
+FIXED_BUDGETS = {f"fixed16-{ranked}-{budget:.0%}": budget for ranked in ("codes2", "minmax") for budget in HEAD_BUDGETS}
+"""Selections of which every head reads the same share of its blocks (Fluxion's baseline)."""
 
 REFERENCES: dict[str, PageRule] = {
     "oracle-5%": PageRule(order="oracle", ratio=0.05),
@@ -150,7 +165,15 @@ def open_decoding(
     if selection in REFERENCES:
         return ReferenceSession(model, REFERENCES[selection], watch=watch)
     settings = HybridSparseConfig.from_mapping(SELECTIONS[selection])
-    return SparseSession(model, settings, max_tokens=max_tokens, watch=watch)
+    if selection not in FIXED_BUDGETS:
+        return SparseSession(model, settings, max_tokens=max_tokens, watch=watch)
+    assert settings.prediction is not None
+    with TemporaryDirectory() as folder:  # the session reads the file before this returns
+        path = Path(folder) / "fixed.safetensors"
+        shape = model_shape(model.config.get_text_config())
+        write_fixed_predictor(path, FIXED_BUDGETS[selection], shape, settings.retained, settings.prediction.ranking)
+        settings = replace(settings, predictor=str(path))
+        return SparseSession(model, settings, max_tokens=max_tokens, watch=watch)
 
 
 def chosen(names: str) -> list[str]:

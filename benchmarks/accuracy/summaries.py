@@ -1,5 +1,6 @@
 """Rows of single prompts or windows, summed up by measure, length and selection."""
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -8,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.accuracy.ruler import TASKS
+from benchmarks.accuracy.selections import FULL
 from benchmarks.report import markdown_table
 
 RULER, PERPLEXITY = "RULER-like", "perplexity"
 
 _SHOWN = {  # of a summary: headings of the table
     "score": "score",
+    "score_difference": "above full's",
+    "score_difference_error": "its standard error",
     "top1_agreement": "top-1 agreement",
     "equal_before_difference": "equal before difference",
     "exactly_equal": "equal",
@@ -34,8 +38,11 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Means are over the samples of a task, then over the tasks, so that every task counts the same; `kept_worst` is the
     worst of all, `perplexity` the exponential of the mean `loss`, `tasks` the score of each task. Deciles of single
-    prompts or windows are averaged.
+    prompts or windows are averaged. Where full attention has answered the same prompts, `score_difference` is how far
+    the score lies above its score, and `score_difference_error` the standard error of that over the prompts.
     """
+    rows = list(rows)
+    full = {_prompt_of(row): row["score"] for row in rows if row["identity"]["selection"] == FULL and "score" in row}
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         identity = row["identity"]
@@ -48,7 +55,33 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             identity["dtype"],
         ].append(row)
     names = ("measure", "tokens", "selection", "runs_on", "model", "dtype")
-    return [dict(zip(names, group, strict=True)) | _means(members) for group, members in groups.items()]
+    return [
+        dict(zip(names, group, strict=True)) | _means(members) | _score_difference(members, full)
+        for group, members in groups.items()
+    ]
+
+
+def _prompt_of(row: Mapping[str, Any]) -> str:
+    """All that identifies a row but how it was answered."""
+    return json.dumps({name: value for name, value in row["identity"].items() if name not in ("selection", "runs_on")})
+
+
+def _score_difference(rows: list[Mapping[str, Any]], full: Mapping[str, float]) -> dict[str, float]:
+    """The mean difference of the scores from full attention's and its standard error, prompts drawn from each task.
+
+    The error is left out where a task has one prompt, since nothing is known of how its prompts differ then. Empty
+    where full attention has not answered every prompt, and of its own rows.
+    """
+    if rows[0]["identity"]["selection"] == FULL or any(_prompt_of(row) not in full for row in rows):
+        return {}
+    by_task: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        by_task[row["identity"]["task"]].append(row["score"] - full[_prompt_of(row)])
+    difference = {"score_difference": float(np.mean([np.mean(part) for part in by_task.values()]))}
+    if min(map(len, by_task.values())) < 2:
+        return difference
+    variance = sum(np.var(part, ddof=1) / len(part) for part in by_task.values()) / len(by_task) ** 2
+    return difference | {"score_difference_error": math.sqrt(variance)}
 
 
 def _means(rows: list[Mapping[str, Any]]) -> dict[str, Any]:

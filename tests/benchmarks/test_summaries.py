@@ -38,6 +38,29 @@ def test_every_task_counts_the_same_however_many_samples_it_has() -> None:
     assert "75.0%" in table([ruler])
 
 
+def answered(task: str, sample: int, selection: str, score: float) -> dict[str, Any]:
+    one = row(task, selection, score=score)
+    one["identity"]["sample"] = sample
+    return one
+
+
+def test_scores_are_compared_with_full_attentions_prompt_by_prompt() -> None:
+    full = [answered("vt", 0, "full", 1.0), answered("vt", 1, "full", 0.0), answered("qa_1", 0, "full", 0.5)]
+    full.append(answered("qa_1", 1, "full", 0.5))
+    ours = [answered("qa_1", 1, "quest-2%", 0.5), answered("vt", 1, "quest-2%", 0.0)]
+    ours += [answered("vt", 0, "quest-2%", 0.0), answered("qa_1", 0, "quest-2%", 0.5)]
+    of_full, of_quest = summarise([*full, *ours])
+    assert "score_difference" not in of_full
+    assert of_quest["score_difference"] == -0.25
+    assert of_quest["score_difference_error"] == pytest.approx(0.25)  # of -1 and 0 it is 1/2, and vt is half of all
+    assert "-25.0%" in table([of_quest])
+    (alone,) = summarise(ours)
+    assert "score_difference" not in alone
+    single = summarise([full[0], full[2], ours[2], ours[3]])[1]
+    assert single["score_difference"] == -0.5
+    assert "score_difference_error" not in single
+
+
 def perplexity_rows() -> list[dict[str, Any]]:
     return [
         row("perplexity", "full", loss=2.0, bytes_read=1.0),

@@ -25,10 +25,11 @@ from vllm_hybrid_sparse.cli.prose import prose
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
 from vllm_hybrid_sparse.hf.shape import model_shape
+from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_weights
 from vllm_hybrid_sparse.predictor.labels import label_heads
 from vllm_hybrid_sparse.predictor.model import ModelShape, load_predictor
 from vllm_hybrid_sparse.predictor.samples import Samples
-from vllm_hybrid_sparse.values import RetainedSet
+from vllm_hybrid_sparse.values import PageRanking, RetainedSet
 
 SHAPE = ModelShape(layers=2, query_heads=6, kv_heads=2, head_dim=16)
 TOKENS, SEGMENT, SPAN, STEPS = 900, 400, 32, 3
@@ -70,11 +71,11 @@ def test_a_predictor_is_written_for_the_model_with_its_command_and_no_paths(
 ) -> None:
     out = tmp_path / "tiny.safetensors"
     assert main(arguments(model_folder, text, out)) == 0
-    _, origin = load_predictor(out, SHAPE, RetainedSet(), 0.02)
+    _, origin = load_predictor(out, SHAPE, RetainedSet(), PageRanking(), 0.02)
     assert origin.command == (
-        "hybrid-sparse calibrate tiny --texts stories.txt --out tiny.safetensors --tokens 900 --windows 3 "
-        "--prose-windows 1 --skip-tokens 0 --segment-tokens 400 --span-tokens 32 --sink-tokens 64 --window-tokens 256 "
-        "--steps 3 --tau 0.02 --epochs 2 --quantile 0.5 --seed 0"
+        "hybrid-sparse calibrate tiny --texts stories.txt --summary key_codes --code-bits 2 --out tiny.safetensors "
+        "--tokens 900 --windows 3 --prose-windows 1 --skip-tokens 0 --segment-tokens 400 --span-tokens 32 "
+        "--sink-tokens 64 --window-tokens 256 --steps 3 --tau 0.02 --epochs 2 --quantile 0.5 --seed 0"
     )
     said = capsys.readouterr().out
     assert "window 4 of 4 (prose 0)" in said
@@ -171,11 +172,12 @@ def test_bad_input_is_refused_with_its_rule(
     assert not (tmp_path / "p.safetensors.work").exists()
 
 
-def test_samples_are_those_of_token_by_token_decoding(model_folder: Path) -> None:
+@pytest.mark.parametrize("ranking", [PageRanking(), PageRanking(summary="minmax", code_bits=None)])
+def test_samples_are_those_of_token_by_token_decoding(model_folder: Path, ranking: PageRanking) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     token_ids = prose_window(AutoTokenizer.from_pretrained(model_folder), 0, SEGMENT, SEGMENT, SPAN, 0).token_ids
     plan = SamplingPlan(segment_tokens=SEGMENT, span_tokens=SPAN, steps=SPAN)  # every step of the span
-    samples = collect_window(model, token_ids, plan, RetainedSet(), 0.02, "seed")
+    samples = collect_window(model, token_ids, plan, RetainedSet(), ranking, 0.02, "seed")
     seen: list[DecodeStep] = []
     with (
         torch.inference_mode(),
@@ -188,9 +190,20 @@ def test_samples_are_those_of_token_by_token_decoding(model_folder: Path) -> Non
     assert len(seen) == SPAN * SHAPE.layers
     assert samples.host_tokens.tolist() == [(step.keys.shape[1] - 320) // 16 * 16 for step in seen[:: SHAPE.layers]]
     for index, step in enumerate(seen):
-        labels = label_heads(step.query, step.keys, step.values, step.scale, RetainedSet(), 0.02)
+        weights = page_weights(step) if ranking.code_bits else None
+        labels = label_heads(step.query, step.keys, step.values, step.scale, RetainedSet(), 0.02, weights)
         got = samples.budgets[index // SHAPE.layers, step.layer]
         assert (np.abs(got - labels.budgets.numpy()) < 1e-6).mean() > 0.9  # rounding may decide where two are level
+
+
+def page_weights(step: DecodeStep) -> torch.Tensor:
+    """What the reference's key codes say of the candidates of a step: [q_heads, pages]."""
+    first, end = RetainedSet().candidate_range(step.keys.shape[1])
+    host, groups = step.keys[:, 16 * first : 16 * end], step.query.unflatten(0, (len(step.keys), -1))
+    weights = [
+        estimate_weights(rows, encode_keys(keys, 2), step.scale) for rows, keys in zip(groups, host, strict=True)
+    ]
+    return torch.cat(weights).float()
 
 
 def test_anchors_come_before_their_samples_and_segments_in_order() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_hybrid_sparse.config import HybridSparseConfig, settings_table
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.values import PredictionSpec, RetainedSet, SalienceSpec, SelectionSpec
+from vllm_hybrid_sparse.values import PageRanking, PredictionSpec, RetainedSet, SalienceSpec, SelectionSpec
 
 NAMES = [entry.name for entry in fields(HybridSparseConfig)]
 
@@ -81,18 +81,21 @@ def test_hgca_judges_tokens_and_keeps_no_summary() -> None:
     )
 
 
-def test_fluxion_asks_its_predictor_and_keeps_the_bounds_it_was_trained_with() -> None:
+def test_fluxion_asks_its_predictor_and_ranks_by_what_that_was_trained_with() -> None:
     config = HybridSparseConfig.from_mapping({"policy": "fluxion"})
-    assert config.prediction == PredictionSpec(predictor=None, granularity=0)
+    assert config.prediction == PredictionSpec(
+        predictor=None, granularity=0, ranking=PageRanking(summary="key_codes", code_bits=2)
+    )
     assert config.selection == SelectionSpec()
-    assert (config.summary, config.code_bits) == ("minmax", None)
+    assert (config.summary, config.code_bits) == ("key_codes", 2)
     given = HybridSparseConfig.from_mapping(
         {"policy": "fluxion", "predictor": "a.safetensors", "granularity": "32", "summary": "minmax"}
     )
-    assert given.prediction == PredictionSpec(predictor="a.safetensors", granularity=32)
+    bounds = PageRanking(summary="minmax", code_bits=None)
+    assert given.prediction == PredictionSpec(predictor="a.safetensors", granularity=32, ranking=bounds)
     assert HybridSparseConfig(policy="topk").prediction is None
-    assert refusal_of({"policy": "fluxion", "summary": "key_codes"}) == (
-        "hybrid_sparse.summary='key_codes': must be minmax with policy fluxion"
+    assert refusal_of({"policy": "fluxion", "summary": "cuboid_mean"}) == (
+        "hybrid_sparse.summary='cuboid_mean': must be key_codes or minmax with policy fluxion"
     )
 
 

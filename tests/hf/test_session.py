@@ -12,7 +12,7 @@ from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
 from vllm_hybrid_sparse.predictor.model import ModelShape, Predictor, PredictorOrigin
-from vllm_hybrid_sparse.values import RetainedSet
+from vllm_hybrid_sparse.values import PageRanking, RetainedSet
 
 PROMPT_TOKENS, NEW_TOKENS = 700, 8
 
@@ -119,7 +119,10 @@ def save_predictor(path: Path, base_budget: float, layers: int = 3) -> str:
         predictor.outputs.bias[2] = -100.0
     shape = ModelShape(layers=layers, query_heads=6, kv_heads=2, head_dim=16)
     retained = RetainedSet(window_tokens=64)
-    predictor.save(path, PredictorOrigin(shape=shape, model="", tau=0.1, retained=retained, command="", validation={}))
+    origin = PredictorOrigin(
+        shape=shape, model="", tau=0.1, retained=retained, ranking=PageRanking(), command="", validation={}
+    )
+    predictor.save(path, origin)
     return str(path)
 
 

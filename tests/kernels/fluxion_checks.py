@@ -13,7 +13,7 @@ from vllm_hybrid_sparse.kernels.fluxion.reference import (
     FluxionSequence,
     FluxionStep,
     best_blocks,
-    block_bounds,
+    block_scores,
     choose_budgets,
     pages_of_blocks,
 )
@@ -23,7 +23,7 @@ from vllm_hybrid_sparse.policy.budget import GRANULARITIES
 from vllm_hybrid_sparse.predictor.features import FEATURES
 from vllm_hybrid_sparse.predictor.model import Predictor
 from vllm_hybrid_sparse.predictor.segments import Segments
-from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
+from vllm_hybrid_sparse.values import PAGE_TOKENS, PageRanking, RetainedSet
 
 LAYER_INDEX, TAU = 3, 0.1
 BUDGET_COLUMNS = [FEATURES.index(f"anchor_budget_{blk}") for blk in GRANULARITIES]
@@ -83,6 +83,9 @@ class MirroredFluxion:
         num_blocks: int = 64,
     ) -> None:
         self.retained, self.predictor = retained, predictor
+        self.ranking = PageRanking(
+            summary=shape.summary, code_bits=shape.code_bits if shape.summary == "key_codes" else None
+        )
         self.granularities = (granularity,) if granularity else GRANULARITIES
         native = native_predictor(predictor)
         states = fluxion_layer(native, layer=LAYER_INDEX, tau=TAU, granularity=granularity)
@@ -98,7 +101,7 @@ class MirroredFluxion:
         request.slot = next(slot for slot in range(len(self.sequences) + 1) if slot not in self.sequences)
         scale = self.layer.shape.scale
         self.sequences[request.slot] = FluxionSequence(
-            self.predictor, self.retained, TAU, LAYER_INDEX, scale, self.granularities
+            self.predictor, self.retained, TAU, LAYER_INDEX, scale, self.ranking, self.granularities
         )
         return request
 
@@ -178,7 +181,7 @@ class MirroredFluxion:
         if granularity == 0:
             assert not pages
             return pages
-        scores = block_bounds(query, key[segments.host], granularity)
+        scores = block_scores(query, key[segments.host], granularity, self.layer.shape.scale, self.ranking)
         best = best_blocks(scores, blocks)
         first_page, size = segments.sink_end // PAGE_TOKENS, granularity // PAGE_TOKENS
         if pages != [

@@ -11,13 +11,14 @@ from tests.tolerances import assert_close
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
-from vllm_hybrid_sparse.kernels.fluxion.reference import ANCHOR_ROWS
+from vllm_hybrid_sparse.kernels.fluxion.reference import ANCHOR_ROWS, weigh_pages
 from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
 from vllm_hybrid_sparse.predictor.features import DECODE_FEATURES, FEATURES, observe_anchor
 from vllm_hybrid_sparse.predictor.model import Predictor
 from vllm_hybrid_sparse.values import RetainedSet
 
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
+RANKINGS = [("minmax", 2), ("key_codes", 1), ("key_codes", 2)]  # summary, code bits
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -25,11 +26,12 @@ def small(**changes: Any) -> Shape:
     return Shape(**({"num_q_heads": 6, "head_dim": 32, "block_tokens": 16, "scale": 32**-0.5} | changes))
 
 
+@pytest.mark.parametrize("summary", ["minmax", "key_codes"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_requests_of_every_length_in_one_batch_on_every_instruction_set(
-    isa: str, dtype: torch.dtype, geometry: dict[str, Any]
+    isa: str, dtype: torch.dtype, geometry: dict[str, Any], summary: str
 ) -> None:
-    shape = Shape(dtype=dtype, isa=isa, scale=geometry["head_dim"] ** -0.5, **geometry)
+    shape = Shape(dtype=dtype, isa=isa, scale=geometry["head_dim"] ** -0.5, summary=summary, **geometry)
     mirror = MirroredFluxion(shape, some_predictor(shape, RETAINED), RETAINED, num_blocks=80)
     assert mirror.layer.attention.isa == isa
     # No window yet, a window that is exactly full, one page beyond it, and far beyond.
@@ -48,11 +50,11 @@ def test_requests_of_every_length_in_one_batch_on_every_instruction_set(
     assert len(mirror.anchors_on_a_limit) <= (1 if dtype == torch.float32 else 4)
 
 
+@pytest.mark.parametrize(("summary", "code_bits"), RANKINGS)
 @pytest.mark.parametrize("granularity", [16, 32, 64, 128])
-def test_a_granularity_that_is_asked_for_is_kept(isa: str, granularity: int) -> None:
-    mirror = MirroredFluxion(
-        small(isa=isa), some_predictor(small(), RETAINED, seed=1), RETAINED, granularity=granularity
-    )
+def test_a_granularity_that_is_asked_for_is_kept(isa: str, granularity: int, summary: str, code_bits: int) -> None:
+    shape = small(isa=isa, summary=summary, code_bits=code_bits)
+    mirror = MirroredFluxion(shape, some_predictor(shape, RETAINED, seed=1), RETAINED, granularity=granularity)
     request = mirror.start()
     mirror.step((request, 333))
     seen = set[int]()
@@ -199,16 +201,20 @@ def test_a_row_without_a_slot_attends_to_everything() -> None:
     assert_close(step.output, causal_attention(step.query, request.key, request.value, mirror.layer.shape.scale))
 
 
+@pytest.mark.parametrize("summary", ["minmax", "key_codes"])
 @pytest.mark.parametrize("sharpness", [0.05, 1.0, 8.0])
-def test_the_anchor_is_what_python_observes(isa: str, sharpness: float) -> None:
-    mirror = MirroredFluxion(small(isa=isa), some_predictor(small(isa=isa), RETAINED), RETAINED, num_blocks=80)
+def test_the_anchor_is_what_python_observes(isa: str, sharpness: float, summary: str) -> None:
+    shape = small(isa=isa, summary=summary)
+    mirror = MirroredFluxion(shape, some_predictor(shape, RETAINED), RETAINED, num_blocks=80)
     request = mirror.start()
     prompt = mirror.step((request, 1000), sharpness=sharpness, key_offset=0.3)
     mirror.step((request, 1))
     assert mirror.layer.fluxion is not None
     features = torch.tensor(mirror.layer.fluxion.anchor(request.slot)).reshape(6, len(FEATURES))
     keys, values = (part[:1000].transpose(0, 1).double() for part in (request.key, request.value))
-    anchor = observe_anchor(prompt.query[-1].double(), keys, values, small().scale, 3, RETAINED, TAU)
+    query = prompt.query[-1].double()
+    weights = weigh_pages(query, keys, mirror.sequences[request.slot]) if summary == "key_codes" else None
+    anchor = observe_anchor(query, keys, values, small().scale, 3, RETAINED, TAU, weights)
     columns = [column for column, name in enumerate(FEATURES) if name not in DECODE_FEATURES]
     torch.testing.assert_close(features[:, columns].double(), anchor.features[:, columns], rtol=1e-4, atol=1e-5)
     budgets = features[:, [FEATURES.index(f"anchor_budget_{blk}") for blk in (16, 32, 64, 128)]]
@@ -230,6 +236,6 @@ def test_what_does_not_fit_is_refused() -> None:
     other.outputs = torch.nn.Linear(64, 3)
     with pytest.raises(KernelError, match="predictor="):
         native_predictor(other)
-    layer = ServedLayer(small(summary="key_codes"), num_blocks=4, fluxion=fluxion_layer(native, layer=0, tau=0.1))
-    with pytest.raises(KernelError, match="needs summary minmax, not key_codes"):
+    layer = ServedLayer(small(summary="cuboid_mean"), num_blocks=4, fluxion=fluxion_layer(native, layer=0, tau=0.1))
+    with pytest.raises(KernelError, match="needs summary key_codes or minmax, not cuboid_mean"):
         layer.step([(layer.start(), 4)])

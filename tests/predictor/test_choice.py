@@ -7,37 +7,45 @@ import pytest
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape, Predictor, PredictorOrigin
-from vllm_hybrid_sparse.values import PredictionSpec, RetainedSet
+from vllm_hybrid_sparse.values import PageRanking, PredictionSpec, RetainedSet
 
 SMOLLM2 = ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64)
 OTHER = ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=32)
+CODES, BOUNDS = PageRanking(), PageRanking(summary="minmax", code_bits=None)
 
 
 def save(path: Path, shape: ModelShape) -> PredictionSpec:
-    origin = PredictorOrigin(shape=shape, model="", tau=0.2, retained=RetainedSet(), command="", validation={})
+    origin = PredictorOrigin(
+        shape=shape, model="", tau=0.2, retained=RetainedSet(), ranking=CODES, command="", validation={}
+    )
     Predictor().save(path, origin)
     return PredictionSpec(predictor=str(path))
 
 
 def test_without_a_name_the_shipped_one_serves_the_model_it_was_made_for() -> None:
-    _, origin = choose_predictor(PredictionSpec(), SMOLLM2, RetainedSet())
-    assert (origin.model, origin.tau) == ("SmolLM2-135M-Instruct", 0.1)
+    for ranking in (CODES, BOUNDS):
+        _, origin = choose_predictor(PredictionSpec(ranking=ranking), SMOLLM2, RetainedSet())
+        assert (origin.model, origin.tau, origin.ranking) == ("SmolLM2-135M-Instruct", 0.1, ranking)
 
 
 @pytest.mark.parametrize(
-    ("shape", "retained", "why"),
+    ("shape", "retained", "ranking", "why", "options"),
     [
-        (OTHER, RetainedSet(), "made for head_dim=64, must be 32"),
-        (SMOLLM2, RetainedSet(window_tokens=128), "made for window_tokens=256, must be 128"),
+        (OTHER, RetainedSet(), CODES, "made for head_dim=64, must be 32", "--summary key_codes --code-bits 2"),
+        (OTHER, RetainedSet(), BOUNDS, "made for head_dim=64, must be 32", "--summary minmax"),
+        (SMOLLM2, RetainedSet(window_tokens=128), CODES, "made for window_tokens=256, must be 128", "--code-bits 2"),
+        (SMOLLM2, RetainedSet(), PageRanking(code_bits=1), "made for code_bits=2, must be 1", "--code-bits 1"),
     ],
 )
 def test_where_the_shipped_one_does_not_fit_the_command_that_makes_one_is_named(
-    shape: ModelShape, retained: RetainedSet, why: str
+    shape: ModelShape, retained: RetainedSet, ranking: PageRanking, why: str, options: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"hybrid_sparse\.predictor: must be given") as caught:
-        choose_predictor(PredictionSpec(), shape, retained)
+        choose_predictor(PredictionSpec(ranking=ranking), shape, retained)
     assert why in str(caught.value)
-    assert "hybrid-sparse calibrate MODEL --texts FILE... --out predictor.safetensors" in str(caught.value)
+    command = "hybrid-sparse calibrate MODEL --texts FILE... --out predictor.safetensors --summary "
+    assert command in str(caught.value)
+    assert str(caught.value).endswith(f"{options}`")
 
 
 def test_the_named_one_serves_and_is_checked(tmp_path: Path) -> None:

@@ -22,6 +22,22 @@ def test_budgets_are_those_of_trying_each(group: int, tokens: int, tau: float) -
     assert labels.base_budget.tolist() == labels.budgets[:, 0].tolist()
 
 
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("tokens", [48, 64, 175, 336], ids=lambda tokens: f"{tokens}tokens")
+def test_where_page_weights_are_given_they_rank_the_blocks_and_the_keys_do_not(group: int, tokens: int) -> None:
+    layer = random_layer(group, tokens, seed=tokens)
+    pages = len(range(*RETAINED.candidate_range(tokens)))
+    weights = torch.randn(2 * group, pages, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    labels = label_heads(*layer, SCALE, RETAINED, 0.05, weights)
+    least, settled = least_budgets(*layer, SCALE, RETAINED, 0.05, weights)
+    assert labels.budgets.tolist() == [pytest.approx(row, abs=1e-12) for row in least]
+    assert labels.settled.tolist() == [pytest.approx(row[1:], abs=1e-12) for row in settled]
+    by_bounds = label_heads(*layer, SCALE, RETAINED, 0.05)
+    assert labels.budgets[:, 0].tolist() == by_bounds.budgets[:, 0].tolist()
+    if pages > 8:
+        assert (labels.budgets[:, 1:] != by_bounds.budgets[:, 1:]).any()
+
+
 def test_the_cases_hold_streaming_and_retrieval_heads_and_errors_that_rise_again() -> None:
     labels = label_heads(*random_layer(8, 401, seed=401), SCALE, RETAINED, 0.1)
     assert 0 < labels.streaming.sum() < 16

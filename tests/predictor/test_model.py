@@ -1,5 +1,6 @@
 """The predictor, its file, and what it refuses."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +13,24 @@ from vllm_hybrid_sparse.predictor import model as model_module
 from vllm_hybrid_sparse.predictor.features import FEATURES
 from vllm_hybrid_sparse.predictor.model import (
     PARAMETERS,
-    SMOLLM2_PREDICTOR,
+    SMOLLM2_PREDICTORS,
     ModelShape,
     Predictor,
     PredictorOrigin,
     load_predictor,
 )
-from vllm_hybrid_sparse.values import RetainedSet
+from vllm_hybrid_sparse.values import PageRanking, RetainedSet
 
 SHAPE = ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64)
+CODES, BOUNDS = PageRanking(), PageRanking(summary="minmax", code_bits=None)
 ORIGIN = PredictorOrigin(
-    shape=SHAPE, model="a model", tau=0.1, retained=RetainedSet(), command="calibrate it", validation={"reached": 0.75}
+    shape=SHAPE,
+    model="a model",
+    tau=0.1,
+    retained=RetainedSet(),
+    ranking=CODES,
+    command="calibrate it",
+    validation={"reached": 0.75},
 )
 
 
@@ -58,7 +66,7 @@ def test_outputs_are_standardised_back_and_features_held_within_ten_deviations()
 def test_a_saved_predictor_comes_back(tmp_path: Path) -> None:
     predictor, path = made(), tmp_path / "predictor.safetensors"
     predictor.save(path, ORIGIN)
-    again, origin = load_predictor(path, SHAPE, RetainedSet(), 0.1)
+    again, origin = load_predictor(path, SHAPE, RetainedSet(), CODES, 0.1)
     assert origin == ORIGIN
     assert [*tmp_path.iterdir()] == [path]
     features = torch.randn(7, len(FEATURES))
@@ -82,16 +90,40 @@ def test_another_model_shape_is_refused(changes: dict[str, int], said: str, tmp_
     with pytest.raises(
         ConfigError, match=f"predictor=mine.safetensors: {said}; make one with `hybrid-sparse calibrate`"
     ):
-        load_predictor(path, replace(SHAPE, **changes), RetainedSet())
+        load_predictor(path, replace(SHAPE, **changes), RetainedSet(), CODES)
 
 
 def test_another_retained_set_or_error_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.safetensors"
     made().save(path, ORIGIN)
     with pytest.raises(ConfigError, match="made for window_tokens=256, must be 128"):
-        load_predictor(path, SHAPE, RetainedSet(window_tokens=128))
+        load_predictor(path, SHAPE, RetainedSet(window_tokens=128), CODES)
     with pytest.raises(ConfigError, match=r"made for tau=0.1, must be 0.2"):
-        load_predictor(path, SHAPE, RetainedSet(), 0.2)
+        load_predictor(path, SHAPE, RetainedSet(), CODES, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("ranking", "said"),
+    [
+        (BOUNDS, "made for summary=key_codes, must be minmax"),
+        (replace(CODES, code_bits=1), "made for code_bits=2, must be 1"),
+    ],
+)
+def test_what_ranks_the_pages_in_another_way_is_refused(ranking: PageRanking, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.safetensors"
+    made().save(path, ORIGIN)
+    with pytest.raises(ConfigError, match=said):
+        load_predictor(path, SHAPE, RetainedSet(), ranking)
+
+
+def test_a_file_that_does_not_say_what_ranks_was_made_when_bounds_alone_did(tmp_path: Path) -> None:
+    path = tmp_path / "old.safetensors"
+    content = json.loads(ORIGIN.to_metadata()["hybrid_sparse_predictor"])
+    del content["ranking"]
+    save_file(made().state_dict(), path, {"hybrid_sparse_predictor": json.dumps(content)})
+    assert load_predictor(path, SHAPE, RetainedSet(), BOUNDS)[1] == replace(ORIGIN, ranking=BOUNDS)
+    with pytest.raises(ConfigError, match="made for summary=minmax, must be key_codes"):
+        load_predictor(path, SHAPE, RetainedSet(), CODES)
 
 
 def test_other_features_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,20 +131,20 @@ def test_other_features_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     made().save(path, ORIGIN)
     monkeypatch.setattr(model_module, "FEATURE_VERSION", 2)
     with pytest.raises(ConfigError, match="feature_version=1: must be 2"):
-        load_predictor(path, SHAPE, RetainedSet())
+        load_predictor(path, SHAPE, RetainedSet(), CODES)
 
 
 def test_what_is_no_predictor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file; make one with `hybrid-sparse calibrate`"):
-        load_predictor(tmp_path / "missing.safetensors", SHAPE, RetainedSet())
+        load_predictor(tmp_path / "missing.safetensors", SHAPE, RetainedSet(), CODES)
     text = tmp_path / "text.safetensors"
     text.write_text("no tensors at all")
     with pytest.raises(ConfigError, match="must be a safetensors file"):
-        load_predictor(text, SHAPE, RetainedSet())
+        load_predictor(text, SHAPE, RetainedSet(), CODES)
     other = tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(1)}, other)
     with pytest.raises(ConfigError, match="must be a file that `hybrid-sparse calibrate` wrote"):
-        load_predictor(other, SHAPE, RetainedSet())
+        load_predictor(other, SHAPE, RetainedSet(), CODES)
 
 
 def test_a_shape_that_no_model_has_is_refused() -> None:
@@ -122,8 +154,9 @@ def test_a_shape_that_no_model_has_is_refused() -> None:
         replace(SHAPE, kv_heads=2)
 
 
-def test_the_shipped_predictor_serves_smollm2_and_says_how_it_was_made() -> None:
-    predictor, origin = load_predictor(SMOLLM2_PREDICTOR, SHAPE, RetainedSet(), 0.1)
+@pytest.mark.parametrize("ranking", [CODES, BOUNDS])
+def test_the_shipped_predictors_serve_smollm2_and_say_how_they_were_made(ranking: PageRanking) -> None:
+    predictor, origin = load_predictor(SMOLLM2_PREDICTORS[ranking], SHAPE, RetainedSet(), ranking, 0.1)
     assert origin.command.startswith("hybrid-sparse calibrate SmolLM2-135M-Instruct --texts ")
     assert "/" not in origin.command
     assert 0 < origin.validation["read"] < 1

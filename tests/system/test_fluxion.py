@@ -14,7 +14,7 @@ from tests.system.completions import Answer, difference
 from tests.system.engine_jobs import run_jobs
 from tests.system.tiny_models import make_tiny_model
 from vllm_hybrid_sparse.predictor.model import ModelShape, Predictor, PredictorOrigin
-from vllm_hybrid_sparse.values import RetainedSet
+from vllm_hybrid_sparse.values import PageRanking, RetainedSet
 
 ANSWER_TOKENS = 48  # pages leave the window meanwhile
 SHARED_TOKENS = 512
@@ -41,7 +41,13 @@ def write_predictor(path: Path, base_budget: float, shape: ModelShape = SHAPE) -
     with torch.no_grad():
         predictor.outputs.bias[2] = -100.0  # none streams
     origin = PredictorOrigin(
-        shape=shape, model="tiny", tau=0.1, retained=RetainedSet(**WINDOW), command="none", validation={}
+        shape=shape,
+        model="tiny",
+        tau=0.1,
+        retained=RetainedSet(**WINDOW),
+        ranking=PageRanking(),
+        command="none",
+        validation={},
     )
     predictor.save(path, origin)
     return str(path)

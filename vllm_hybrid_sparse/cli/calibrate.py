@@ -26,7 +26,7 @@ from vllm_hybrid_sparse.predictor.model import PARAMETERS, ModelShape, Predictor
 from vllm_hybrid_sparse.predictor.samples import Samples
 from vllm_hybrid_sparse.predictor.training import TrainingConfig, split_prompts, train
 from vllm_hybrid_sparse.predictor.validation import validate
-from vllm_hybrid_sparse.values import RetainedSet
+from vllm_hybrid_sparse.values import PageRanking, RetainedSet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,7 @@ class CalibrationOptions:
     tau: float = 0.1  # error to keep (eq. 2); > 0
     training: TrainingConfig = field(default_factory=TrainingConfig)
     retained: RetainedSet = field(default_factory=RetainedSet)
+    ranking: PageRanking = field(default_factory=PageRanking)
 
     def __post_init__(self) -> None:
         for name, value, legal, rule in (
@@ -79,6 +80,8 @@ class CalibrationOptions:
             "window-tokens": self.retained.window_tokens, "steps": self.plan.steps, "tau": self.tau,
             "epochs": self.training.epochs, "quantile": self.training.quantile, "seed": self.training.seed,
         }  # fmt: skip
+        words += ["--summary", self.ranking.summary]
+        words += ["--code-bits", str(self.ranking.code_bits)] if self.ranking.code_bits else []
         words += [
             "--out",
             self.out.name,
@@ -113,6 +116,7 @@ def calibrate(options: CalibrationOptions) -> dict[str, float]:
         model=Path(options.model).name,
         tau=options.tau,
         retained=options.retained,
+        ranking=options.ranking,
         command=options.command(),
         validation={name: round(value, 5) for name, value in figures.items() if math.isfinite(value)},
     )
@@ -153,6 +157,7 @@ def _claim_work_folder(options: CalibrationOptions, shape: ModelShape, windows: 
         **asdict(shape),
         **asdict(options.plan),
         **asdict(options.retained),
+        **asdict(options.ranking),
         "tau": options.tau,
         "seed": options.training.seed,
         "feature_version": FEATURE_VERSION,
@@ -189,7 +194,9 @@ def _collect(options: CalibrationOptions, windows: list[TextWindow]) -> None:
         window = windows[index]
         with Progress(f"window {index + 1} of {len(windows)} ({window.name})") as progress:
             seed = f"{options.training.seed} {index}"
-            samples = collect_window(model, window.token_ids, options.plan, options.retained, options.tau, seed)
+            samples = collect_window(
+                model, window.token_ids, options.plan, options.retained, options.ranking, options.tau, seed
+            )
             samples.save(_shard(options, index))
             streaming = (samples.budgets[..., 0] == 0).mean()
             progress.finish(f"{samples.budgets[..., 0].size} heads, {streaming:.0%} streaming")

@@ -1,6 +1,7 @@
 """Training samples from decode steps of a real model, by teacher forcing through the shipped attention."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from vllm_hybrid_sparse.predictor.features import Anchor, attend_retained, decod
 from vllm_hybrid_sparse.predictor.labels import label_heads
 from vllm_hybrid_sparse.predictor.samples import Samples
 from vllm_hybrid_sparse.predictor.segments import Segments, in_compute_dtype
-from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
+from vllm_hybrid_sparse.values import PAGE_TOKENS, PageRanking, RetainedSet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +48,32 @@ class SamplingPlan:
 
 @torch.inference_mode()
 def collect_window(
-    model: PreTrainedModel, token_ids: Tensor, plan: SamplingPlan, retained: RetainedSet, tau: float, seed: str
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    plan: SamplingPlan,
+    retained: RetainedSet,
+    ranking: PageRanking,
+    tau: float,
+    seed: str,
 ) -> Samples:
     """Run one window through the model with full attention; features and labels of its sampled steps.
 
     token_ids   [tokens] int64
     seed        decides the sampled steps
+    ranking     what ranks the blocks; key codes are made and scored by the shipped kernels
     raises      ConfigError for a model that SparseSession does not serve
     """
+    settings = HybridSparseConfig(
+        policy="dense",
+        summary=ranking.summary,
+        code_bits=ranking.code_bits,
+        sink_tokens=retained.sink_tokens,
+        window_tokens=retained.window_tokens,
+    )
     recorder = _Recorder(retained, tau)
-    settings = HybridSparseConfig(policy="dense", summary="cuboid_mean")
-    with SparseSession(model, settings, max_tokens=len(token_ids), watch=recorder.watch):
+    with SparseSession(model, settings, max_tokens=len(token_ids), watch=recorder.watch) as session:
+        if ranking.summary == "key_codes":
+            recorder.page_weights = session.score_candidates
         cache, done = DynamicCache(), 0
         for anchor, samples in plan.positions(len(token_ids), random.Random(seed)):  # noqa: S311 - repeatable
             for position in (anchor, *samples):
@@ -76,6 +92,7 @@ class _Recorder:
     def __init__(self, retained: RetainedSet, tau: float) -> None:
         self.observes = False  # the coming single token is an anchor
         self.samples = False  # or a sample
+        self.page_weights: Callable[[int, Tensor], Tensor] | None = None  # of a layer and query; None: bounds rank
         self._retained, self._tau = retained, tau
         self._anchors: dict[int, Anchor] = {}
         self._features: list[Tensor] = []  # of one layer each, by step and layer
@@ -85,16 +102,18 @@ class _Recorder:
 
     def watch(self, step: DecodeStep) -> None:
         """Take in one layer's decode row."""
+        if not (self.observes or self.samples):
+            return
+        page_weights = self.page_weights(step.layer, step.query) if self.page_weights else None
         if self.observes:
             self._anchors[step.layer] = observe_anchor(
-                step.query, step.keys, step.values, step.scale, step.layer, self._retained, self._tau
+                step.query, step.keys, step.values, step.scale, step.layer, self._retained, self._tau, page_weights
             )
-        if not self.samples:
             return
         query, keys, values = (in_compute_dtype(tensor) for tensor in (step.query, step.keys, step.values))
         segments = Segments.of(self._retained, keys.shape[1])
         states = attend_retained(query, keys, values, step.scale, segments)
-        labels = label_heads(query, keys, values, step.scale, self._retained, self._tau)
+        labels = label_heads(query, keys, values, step.scale, self._retained, self._tau, page_weights)
         self._features.append(decode_features(self._anchors[step.layer], query, step.scale, states, segments))
         self._budgets.append(labels.budgets)
         self._settled.append(labels.settled)

@@ -9,8 +9,9 @@ from pathlib import Path
 from vllm_hybrid_sparse import __version__
 from vllm_hybrid_sparse.cli.bench_options import BenchOptions, add_options
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
+from vllm_hybrid_sparse.config import FLUXION_SUMMARIES
 from vllm_hybrid_sparse.errors import ConfigError, HybridSparseError
-from vllm_hybrid_sparse.values import RetainedSet
+from vllm_hybrid_sparse.values import CODE_BITS, PageRanking, RetainedSet
 
 _TEXT_TOKENS = 7000
 _MAX_TEXT_TOKENS = 7900  # of the model's 8192, so that question and answer fit
@@ -69,6 +70,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
             tau=arguments.tau,
             training=TrainingConfig(epochs=arguments.epochs, quantile=arguments.quantile, seed=arguments.seed),
             retained=RetainedSet(sink_tokens=arguments.sink_tokens, window_tokens=arguments.window_tokens),
+            ranking=PageRanking(
+                summary=arguments.summary, code_bits=arguments.code_bits if arguments.summary == "key_codes" else None
+            ),
         )
     )
     for name, value in figures.items():
@@ -107,6 +111,15 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", nargs="+", required=True, type=Path, metavar="FILE", help="UTF-8 texts")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the predictor, a safetensors file")
     parser.add_argument("--work", type=Path, metavar="DIR", help="where samples are kept (default: OUT.work)")
+    parser.add_argument(
+        "--summary",
+        choices=FLUXION_SUMMARIES,
+        default=FLUXION_SUMMARIES[0],
+        help="what ranks the pages, as served (default %(default)s)",
+    )
+    parser.add_argument(
+        "--code-bits", choices=CODE_BITS, type=int, default=CODE_BITS[-1], help="of key codes (default %(default)s)"
+    )
     for name, default, meaning in (
         ("tokens", 4096, "tokens of a window, which is one prompt"),
         ("windows", 16, "most windows of each text, spread over it"),

@@ -22,6 +22,7 @@ from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
 from vllm_hybrid_sparse.hf.implementation import AttentionSession
 from vllm_hybrid_sparse.hf.shape import model_shape
+from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import score_pages
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.runtime.host import HostRuntime
@@ -214,6 +215,16 @@ class SparseSession(AttentionSession):
         if layer.hgca is None:
             raise ConfigError(f"policy={self.runtime.settings.policy!r}: packs nothing")
         return [list(layer.hgca.salient(0, head)) for head in range(layer.attention.num_kv_heads)]
+
+    def score_candidates(self, index: int, query: Tensor) -> Tensor:
+        """Scores of the candidate pages of the sequence as stored in one layer, from their summaries.
+
+        query     [q_heads, head_dim], of the KV dtype
+        returns   [q_heads, candidate pages] f32; with key codes the logarithm of what a page is estimated to weigh
+        """
+        layer = self._layers[index]
+        first, end = self.runtime.settings.retained.candidate_range(layer.tokens)
+        return score_pages(layer.attention, query.contiguous(), layer.kv_cache, self._block_table[0], first, end)
 
     def _layer(self, index: int, query: Tensor, key: Tensor, scale: float) -> _Layer:
         if index not in self._layers:

@@ -4,29 +4,33 @@ from pathlib import Path
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.predictor.model import (
-    SMOLLM2_PREDICTOR,
+    SMOLLM2_PREDICTORS,
     ModelShape,
     Predictor,
     PredictorOrigin,
     load_predictor,
 )
-from vllm_hybrid_sparse.values import PredictionSpec, RetainedSet
+from vllm_hybrid_sparse.values import PageRanking, PredictionSpec, RetainedSet
 
 
 def choose_predictor(
     prediction: PredictionSpec, shape: ModelShape, retained: RetainedSet
 ) -> tuple[Predictor, PredictorOrigin]:
-    """Read the predictor for a model of this shape and this retained set.
+    """Read the predictor for a model of this shape, this retained set and the prediction's ranking.
 
-    raises   ConfigError where the file is none or was made for another shape or retained set, and where none is named
-             and the shipped one does not fit: with the command that makes one
+    raises   ConfigError where the file is none or was made for something else, and where none is named and no shipped
+             one fits: with the command that makes one
     """
+    ranking = prediction.ranking
     if prediction.predictor is not None:
-        return load_predictor(Path(prediction.predictor).expanduser(), shape, retained)
+        return load_predictor(Path(prediction.predictor).expanduser(), shape, retained, ranking)
+    shipped = SMOLLM2_PREDICTORS.get(ranking, SMOLLM2_PREDICTORS[PageRanking()])
     try:
-        return load_predictor(SMOLLM2_PREDICTOR, shape, retained)
+        return load_predictor(shipped, shape, retained, ranking)
     except ConfigError as error:
+        codes = f" --code-bits {ranking.code_bits}" if ranking.code_bits else ""
         raise ConfigError(
             "hybrid_sparse.predictor: must be given, since the shipped one does not fit this model and these settings "
-            f"({error}): `hybrid-sparse calibrate MODEL --texts FILE... --out predictor.safetensors`"
+            f"({error}): `hybrid-sparse calibrate MODEL --texts FILE... --out predictor.safetensors --summary "
+            f"{ranking.summary}{codes}`"
         ) from error

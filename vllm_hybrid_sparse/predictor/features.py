@@ -90,7 +90,14 @@ def attend_retained(query: Tensor, keys: Tensor, values: Tensor, scale: float, s
 
 
 def observe_anchor(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, layer: int, retained: RetainedSet, tau: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    layer: int,
+    retained: RetainedSet,
+    tau: float,
+    page_weights: Tensor | None = None,
 ) -> Anchor:
     """Everything that the features take from the anchor query and from the prefill's keys and values.
 
@@ -102,6 +109,7 @@ def observe_anchor(
     keys, values   [kv_heads, tokens, head_dim]   likewise; the anchor's own token is the last one
     layer          index of the layer, from 0
     tau            error of the budget features (eq. 2); > 0, else ConfigError
+    page_weights   what ranks the blocks of the budget features, as of `label_heads`
     """
     query, keys, values = (in_compute_dtype(tensor) for tensor in (query, keys, values))
     segments = Segments.of(retained, keys.shape[1])
@@ -120,7 +128,7 @@ def observe_anchor(
         **_moments("key_norm", host_keys.norm(dim=-1)),
         **_moments("value_norm", host_values.norm(dim=-1)),
     }
-    budgets = label_heads(query, keys, values, scale, retained, tau).budgets
+    budgets = label_heads(query, keys, values, scale, retained, tau, page_weights).budgets
     group = query.shape[0] // keys.shape[0]
     columns = {
         "layer": torch.full_like(query_norm, layer),

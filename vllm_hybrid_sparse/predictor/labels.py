@@ -1,5 +1,6 @@
 """Head properties by offline analysis: the least budget that keeps a head's output (Fluxion, section 5.2, eq. 1 and 2).
 
+Blocks are ranked as when serving: by what their key codes say that they weigh, or by Quest's bounds, as in the paper.
 `labels_reference.py` says the same literally, one attention for each budget that is tried.
 """
 
@@ -70,21 +71,29 @@ def fit_growth(budgets: Tensor) -> Tensor:
 
 
 def label_heads(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, retained: RetainedSet, tau: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    retained: RetainedSet,
+    tau: float,
+    page_weights: Tensor | None = None,
 ) -> HeadLabels:
     """The least budget of each query head of a layer at each granularity, for one decode query (eq. 2).
 
         ||o_h(bgt, blk) - o_h|| / max over h' of ||o_h'||  <=  tau
 
-    o_h(bgt, blk) attends to the retained set and the best blocks of the host segment by Quest's bound of the head's own
-    query, sum over d of max(q_d max_d, q_d min_d), ties by the lower block; with one token a block that is the order of
-    the true scores. Blocks are counted from the first candidate. Every budget of whole blocks is tried, 0 and all among
-    them; a budget is the tokens of its blocks over those of the host segment.
+    o_h(bgt, blk) attends to the retained set and the best blocks of the host segment, ties by the lower block: best by
+    what the pages are estimated to weigh for the head, or by Quest's bound of its query, sum over d of max(q_d max_d,
+    q_d min_d). With one token a block that is the order of the true scores, whatever ranks the larger ones. Blocks are
+    counted from the first candidate. Every budget of whole blocks is tried, 0 and all among them; a budget is the
+    tokens of its blocks over those of the host segment.
 
     query          [q_heads, head_dim]            bf16 | f16 | f32, computed in f32; or f64
     keys, values   [kv_heads, tokens, head_dim]   likewise, the current token included
     scale          softmax scale
     tau            > 0, else ConfigError
+    page_weights   [q_heads, pages of the host segment] logarithms, as key codes estimate them; None: ranked by bounds
     returns        HeadLabels; without candidates every budget is 0
     """
     if not tau > 0:
@@ -102,7 +111,11 @@ def label_heads(
     host = segments.host
     kept = _Kept.of(weights, values, outputs, segments, tolerance)
     tokens = _token_budget(kept, scores[..., host], weights[..., host], values[:, host])
-    least, settled = _block_budgets(kept, heads, keys[:, host], weights[..., host], values[:, host])
+    if page_weights is None:
+        block_scores = _bound_blocks(heads, keys[:, host])
+    else:
+        block_scores = _weigh_blocks(by_group(page_weights, keys.shape[0]))
+    least, settled = _block_budgets(kept, block_scores, weights[..., host], values[:, host])
     budgets = torch.cat((tokens[..., None], least), dim=-1)
     return HeadLabels(budgets.flatten(0, 1), settled.flatten(0, 1))
 
@@ -161,32 +174,63 @@ def _token_budget(kept: _Kept, scores: Tensor, weights: Tensor, values: Tensor) 
     return needed.to(weights.dtype) / order.shape[-1]
 
 
-def _block_budgets(kept: _Kept, query: Tensor, keys: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _bound_blocks(query: Tensor, keys: Tensor) -> list[Tensor]:
+    """Quest's bounds [kv_heads, group, blocks] of the blocks at each of GRANULARITIES.
+
+    query   [kv_heads, group, head_dim]
+    keys    [kv_heads, host tokens, head_dim]   whole pages
+    """
+    pages = keys.unflatten(1, (-1, PAGE_TOKENS))
+    upper, lower = pages.amax(dim=2), pages.amin(dim=2)
+    bounds = []
+    for blk in GRANULARITIES:
+        # max(q max, q min) is q max where q > 0 and q min elsewhere
+        bounds.append(query.clamp(min=0) @ upper.transpose(1, 2) + query.clamp(max=0) @ lower.transpose(1, 2))
+        if blk < GRANULARITIES[-1]:
+            upper, lower = _pairs(upper, 1, -torch.inf).amax(dim=2), _pairs(lower, 1, torch.inf).amin(dim=2)
+    return bounds
+
+
+def _weigh_blocks(page_weights: Tensor) -> list[Tensor]:
+    """What the blocks at each of GRANULARITIES weigh [kv_heads, group, blocks], as logarithms like their pages'."""
+    weights = [page_weights]
+    for _ in GRANULARITIES[1:]:
+        weights.append(_pairs(weights[-1], 2, -torch.inf).logsumexp(dim=3))
+    return weights
+
+
+def _pairs(blocks: Tensor, dim: int, missing: float) -> Tensor:
+    """Pairs of neighbours along `dim`, the blocks of twice the size; an odd last one is paired with `missing`.
+
+    blocks    [..., blocks, ...]
+    returns   [..., ceil(blocks / 2), 2, ...]
+    """
+    if blocks.shape[dim] % 2:
+        shape = list(blocks.shape)
+        shape[dim] = 1
+        blocks = torch.cat((blocks, blocks.new_full(shape, missing)), dim=dim)
+    pairs: Tensor = blocks.unflatten(dim, (-1, 2))
+    return pairs
+
+
+def _block_budgets(kept: _Kept, block_scores: list[Tensor], weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the settled budgets, [kv_heads, group, 4] each, at each of GRANULARITIES.
 
-    query          [kv_heads, group, head_dim]
-    keys, values   [kv_heads, host tokens, head_dim]   whole pages
+    block_scores   of each of GRANULARITIES [kv_heads, group, blocks], by which blocks are ranked
     weights        [kv_heads, group, host tokens]
+    values         [kv_heads, host tokens, head_dim]   whole pages
     """
-    num_pages = keys.shape[1] // PAGE_TOKENS
-    missing = -num_pages % (GRANULARITIES[-1] // PAGE_TOKENS)  # filled up with pages of no weight
-    key_pages, value_pages = (part.unflatten(1, (-1, PAGE_TOKENS)) for part in (keys, values))
-    upper, lower = (pad(part, (0, 0, 0, missing)) for part in (key_pages.amax(dim=2), key_pages.amin(dim=2)))
-    if missing:  # a short last block is bounded by its own pages
-        upper[:, num_pages:], lower[:, num_pages:] = upper[:, num_pages - 1, None], lower[:, num_pages - 1, None]
+    value_pages = values.unflatten(1, (-1, PAGE_TOKENS))
+    num_pages = value_pages.shape[1]
     page_weights = weights.unflatten(2, (-1, PAGE_TOKENS))
     weight = page_weights.sum(dim=-1)
     output_sums = (page_weights.transpose(1, 2) @ value_pages).transpose(1, 2)
     deviation = output_sums - weight[..., None] * kept.outputs[:, :, None]
-    weight, deviation = pad(weight, (0, missing)), pad(deviation, (0, 0, 0, missing))
     least, settled = [], []
-    for blk in GRANULARITIES:
+    for blk, scores in zip(GRANULARITIES, block_scores, strict=True):
         pages = blk // PAGE_TOKENS
-        num_blocks = -(-num_pages // pages)
-        # max(q max, q min) is q max where q > 0 and q min elsewhere
-        upper_d, lower_d = (part[:, :num_blocks].transpose(1, 2) for part in (upper, lower))
-        bounds = query.clamp(min=0) @ upper_d + query.clamp(max=0) @ lower_d
-        order = bounds.argsort(dim=-1, descending=True, stable=True)
+        num_blocks = scores.shape[-1]
+        order = scores.argsort(dim=-1, descending=True, stable=True)
         weights_in_order = weight.gather(-1, order)
         deviations_in_order = deviation.gather(2, order[..., None].expand(*order.shape, deviation.shape[-1]))
         meets = kept.meets(
@@ -200,7 +244,6 @@ def _block_budgets(kept: _Kept, query: Tensor, keys: Tensor, weights: Tensor, va
         last_miss = torch.where(meets, 0, torch.arange(1, meets.shape[-1] + 1)).amax(dim=-1)
         least.append(share.gather(-1, meets.int().argmax(dim=-1, keepdim=True))[..., 0])
         settled.append(share.gather(-1, last_miss[..., None])[..., 0])
-        if blk < GRANULARITIES[-1]:  # pairs of these blocks are the next ones
-            upper, lower = upper.unflatten(1, (-1, 2)).amax(dim=2), lower.unflatten(1, (-1, 2)).amin(dim=2)
-            weight, deviation = weight.unflatten(2, (-1, 2)).sum(dim=3), deviation.unflatten(2, (-1, 2)).sum(dim=3)
+        if blk < GRANULARITIES[-1]:
+            weight, deviation = _pairs(weight, 2, 0.0).sum(dim=3), _pairs(deviation, 2, 0.0).sum(dim=3)
     return torch.stack(least, dim=-1), torch.stack(settled, dim=-1)

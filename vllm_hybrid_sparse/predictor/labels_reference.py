@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.predictor.labels import LABEL_GRANULARITIES
 from vllm_hybrid_sparse.predictor.segments import Segments
-from vllm_hybrid_sparse.values import RetainedSet
+from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -15,20 +15,32 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     return torch.softmax(scale * keys @ query, dim=0) @ values
 
 
-def rank_blocks(query: Tensor, keys: Tensor, blk: int) -> list[range]:
-    """The blocks of the host segment as ranges of its tokens, best first by Quest's bound, ties by the lower block."""
+def rank_blocks(query: Tensor, keys: Tensor, blk: int, page_weights: Tensor | None) -> list[range]:
+    """The blocks of the host segment as ranges of its tokens, best first, ties by the lower block.
+
+    page_weights   [pages] logarithms of what the pages weigh, by which blocks of whole pages are ranked; None: by
+                   Quest's bound. Single tokens are ranked by their bound, which is their score
+    """
     blocks = [range(start, min(start + blk, len(keys))) for start in range(0, len(keys), blk)]
 
-    def bound(block: range) -> float:
+    def score(block: range) -> float:
+        if page_weights is not None and blk > 1:
+            return math.log(sum(math.exp(page_weights[start // PAGE_TOKENS]) for start in block[::PAGE_TOKENS]))
         part = keys[block.start : block.stop]
         upper, lower = part.max(dim=0).values, part.min(dim=0).values
         return float(torch.maximum(query * upper, query * lower).sum())
 
-    return sorted(blocks, key=lambda block: (-bound(block), block.start))
+    return sorted(blocks, key=lambda block: (-score(block), block.start))
 
 
 def least_budgets(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, retained: RetainedSet, tau: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    retained: RetainedSet,
+    tau: float,
+    page_weights: Tensor | None = None,
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Eq. 2 for every query head: the least budget at each of LABEL_GRANULARITIES, and the settled ones.
 
@@ -43,13 +55,14 @@ def least_budgets(
     settled: list[list[float]] = []
     for h, q in enumerate(query):
         head_keys, head_values = keys[h // group], values[h // group]
+        weights = None if page_weights is None else page_weights[h]
         least.append([])
         settled.append([])
         for blk in LABEL_GRANULARITIES:
             chosen, met = list(kept), [math.nan]  # budgets that meet the error, and below: those that do not
             missed: list[float] = []
             met.clear()
-            for block in [range(0), *rank_blocks(q, head_keys[segments.host], blk)]:
+            for block in [range(0), *rank_blocks(q, head_keys[segments.host], blk, weights)]:
                 chosen += [segments.sink_end + token for token in block]
                 budget = (len(chosen) - len(kept)) / max(segments.host_tokens, 1)
                 error = float((attend(q, head_keys[chosen], head_values[chosen], scale) - outputs[h]).norm()) / largest

@@ -13,10 +13,16 @@ from torch import Tensor, nn
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.predictor.features import FEATURE_VERSION, FEATURES
-from vllm_hybrid_sparse.values import RetainedSet
+from vllm_hybrid_sparse.values import PageRanking, RetainedSet
 
-SMOLLM2_PREDICTOR: Final = Path(__file__).with_name("smollm2-135m-instruct.safetensors")
-"""The predictor that the package ships, for SmolLM2-135M-Instruct; its metadata has the command that made it."""
+_BOUNDS: Final = PageRanking(summary="minmax", code_bits=None)
+
+SMOLLM2_PREDICTORS: Final = {
+    PageRanking(): Path(__file__).with_name("smollm2-135m-instruct.safetensors"),
+    _BOUNDS: Path(__file__).with_name("smollm2-135m-instruct-minmax.safetensors"),
+}
+"""The predictors that the package ships, for SmolLM2-135M-Instruct, by what ranks the pages; the metadata of each file
+have the command that made it."""
 
 HIDDEN_SIZES: Final = (256, 256, 128)
 PARAMETERS: Final = 109_827
@@ -51,6 +57,7 @@ class PredictorOrigin:
     model: str  # name of the language model, without a path
     tau: float  # error that the budgets are to keep (eq. 2)
     retained: RetainedSet  # what streaming heads read
+    ranking: PageRanking  # what ranked the blocks
     command: str  # that made the predictor, with file names and no paths
     validation: dict[str, float]  # figures on held-out prompts
 
@@ -67,12 +74,15 @@ class PredictorOrigin:
         if (version := content.pop("feature_version")) != FEATURE_VERSION:
             raise ConfigError(f"predictor={name}: feature_version={version}: must be {FEATURE_VERSION}; {_REMEDY}")
         content["shape"], content["retained"] = ModelShape(**content["shape"]), RetainedSet(**content["retained"])
+        content["ranking"] = PageRanking(**content["ranking"]) if "ranking" in content else _BOUNDS  # once the only one
         return cls(**content)
 
-    def check(self, name: str, shape: ModelShape, retained: RetainedSet, tau: float | None = None) -> None:
-        """Raise ConfigError unless the predictor serves this model, retained set and, where given, error."""
-        wanted = asdict(shape) | asdict(retained) | ({} if tau is None else {"tau": tau})
-        made_for = asdict(self.shape) | asdict(self.retained) | {"tau": self.tau}
+    def check(
+        self, name: str, shape: ModelShape, retained: RetainedSet, ranking: PageRanking, tau: float | None = None
+    ) -> None:
+        """Raise ConfigError unless the predictor serves this model, retained set, ranking and, where given, error."""
+        wanted = asdict(shape) | asdict(retained) | asdict(ranking) | ({} if tau is None else {"tau": tau})
+        made_for = asdict(self.shape) | asdict(self.retained) | asdict(self.ranking) | {"tau": self.tau}
         for key, value in wanted.items():
             if made_for[key] != value:
                 raise ConfigError(f"predictor={name}: made for {key}={made_for[key]}, must be {value}; {_REMEDY}")
@@ -137,13 +147,13 @@ class Predictor(nn.Module):
 
 
 def load_predictor(
-    path: Path, shape: ModelShape, retained: RetainedSet, tau: float | None = None
+    path: Path, shape: ModelShape, retained: RetainedSet, ranking: PageRanking, tau: float | None = None
 ) -> tuple[Predictor, PredictorOrigin]:
-    """Read a predictor that serves a model of this shape with this retained set.
+    """Read a predictor that serves a model of this shape with this retained set, pages ranked so.
 
     tau      the error it must have been made for; None takes any
     raises   ConfigError, `predictor=file: rule`, where there is no such file, it is no predictor, or it was made for
-             another model shape, retained set, error or version of the features
+             another model shape, retained set, ranking, error or version of the features
     """
     if not path.is_file():
         raise ConfigError(f"predictor={path}: no such file; {_REMEDY}")
@@ -154,7 +164,7 @@ def load_predictor(
     except SafetensorError as error:
         raise ConfigError(f"predictor={path}: must be a safetensors file ({error})") from error
     origin = PredictorOrigin.from_metadata(metadata, path.name)
-    origin.check(path.name, shape, retained, tau)
+    origin.check(path.name, shape, retained, ranking, tau)
     predictor = Predictor()
     predictor.load_state_dict(tensors)
     return predictor.eval(), origin

@@ -6,8 +6,9 @@ What the paper's steps are is said where they are computed: features in `predict
 - The anchor is the last query of the prompt, or of the rows appended last. It serves 256 rows, as far as the samples
   lie behind theirs that the predictor was trained on; the row that comes then is the next anchor. So is a row of which
   no anchor is known, and the first row that has a host segment.
-- The heads of a group share what is read: the union of their selections, each by the bounds of its own query.
-- A block's bounds are taken over the stored summaries of its pages, so that ranking reads as many bytes at every
+- The heads of a group share what is read: the union of their selections, each ranked for its own query.
+- Blocks are ranked by Quest's bounds, as in the paper, or by what their key codes say that they weigh.
+- A block's score is composed of the stored summaries of its pages, so that ranking reads as many bytes at every
   granularity. `granularities` of 16 alone asks for no other.
 """
 
@@ -18,6 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_scores
 from vllm_hybrid_sparse.kernels.score.reference import score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 from vllm_hybrid_sparse.policy.budget import GRANULARITIES, GroupBudgets, select_budgets
@@ -25,7 +27,7 @@ from vllm_hybrid_sparse.predictor.features import Anchor, attend_retained, decod
 from vllm_hybrid_sparse.predictor.model import Predictor
 from vllm_hybrid_sparse.predictor.segments import Segments, in_compute_dtype
 from vllm_hybrid_sparse.predictor.validation import STREAMING_PROBABILITY
-from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
+from vllm_hybrid_sparse.values import PAGE_TOKENS, PageRanking, RetainedSet
 
 ANCHOR_ROWS: Final = 256
 """Decode rows that an anchor serves."""
@@ -37,7 +39,7 @@ class FluxionStep:
 
     features: Tensor  # [q_heads, 41]
     budgets: GroupBudgets
-    scores: list[Tensor]  # [kv_heads] bounds [group, blocks] of the blocks that were ranked; empty where none were
+    scores: list[Tensor]  # [kv_heads] of the blocks that were ranked [group, blocks]; empty where none were
     pages: list[list[int]]  # [kv_heads] candidate pages read, ascending
     out: Tensor  # [q_heads, head_dim] f64
 
@@ -51,6 +53,7 @@ class FluxionSequence:
     tau: float
     layer: int
     scale: float
+    ranking: PageRanking
     granularities: Sequence[int] = GRANULARITIES
     anchor: Anchor | None = None
     anchor_tokens: int = 0  # of the sequence that ends with the anchor
@@ -81,7 +84,8 @@ class FluxionSequence:
         return self._select_and_attend(self.anchor, query, keys, values)
 
     def _observe(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        self.anchor = observe_anchor(query, keys, values, self.scale, self.layer, self.retained, self.tau)
+        weights = weigh_pages(query, keys, self) if self.ranking.code_bits else None
+        self.anchor = observe_anchor(query, keys, values, self.scale, self.layer, self.retained, self.tau, weights)
         self.anchor_tokens = keys.shape[1]
 
     def _select_and_attend(self, anchor: Anchor, query: Tensor, keys: Tensor, values: Tensor) -> FluxionStep:
@@ -96,7 +100,7 @@ class FluxionSequence:
         for kv_head, (rows, key, value) in enumerate(zip(heads, keys, values, strict=True)):
             host, first_page = key[segments.host], segments.sink_end // PAGE_TOKENS
             blk = int(budgets.granularity[kv_head])
-            scores.append(block_bounds(rows, host, blk) if blk else torch.empty(len(rows), 0))
+            scores.append(block_scores(rows, host, blk, self.scale, self.ranking) if blk else torch.empty(len(rows), 0))
             chosen = best_blocks(scores[-1], budgets.blocks[kv_head].tolist())
             pages.append([first_page + page for page in pages_of_blocks(chosen, blk, len(host) // PAGE_TOKENS)])
             read = [*self.retained.retained_pages(keys.shape[1]), *pages[-1]]
@@ -116,14 +120,28 @@ def choose_budgets(
     return select_budgets(base_budget, growth, streaming, segments.host_tokens, granularities)
 
 
-def block_bounds(query: Tensor, host_keys: Tensor, granularity: int) -> Tensor:
-    """Quest's bounds of the logical blocks of a host segment, the last of which may be shorter; unscaled.
+def weigh_pages(query: Tensor, keys: Tensor, sequence: FluxionSequence) -> Tensor:
+    """What key codes say that the pages of the host segment weigh: [q_heads, pages] f32, f64 where the query is."""
+    host = Segments.of(sequence.retained, keys.shape[1]).host
+    groups = zip(query.reshape(len(keys), -1, query.shape[1]), keys[:, host], strict=True)
+    scores = [block_scores(rows, key, PAGE_TOKENS, sequence.scale, sequence.ranking) for rows, key in groups]
+    return torch.cat(scores).to(in_compute_dtype(query).dtype)
+
+
+def block_scores(query: Tensor, host_keys: Tensor, granularity: int, scale: float, ranking: PageRanking) -> Tensor:
+    """Scores of the logical blocks of a host segment, the last of which may be shorter.
+
+    By min/max Quest's bounds over a block's keys, unscaled; by key codes what the block is estimated to weigh, the
+    logarithm of the sum of exp(score) over its keys.
 
     query       [group, head_dim]
     host_keys   [host tokens, head_dim]   whole pages
     returns     [group, blocks] f64
     """
     blocks = host_keys.split(granularity)
+    if ranking.code_bits:
+        tokens = estimate_scores(query, encode_keys(host_keys, ranking.code_bits), scale).flatten(1)
+        return torch.stack([part.logsumexp(dim=1) for part in tokens.split(granularity, dim=1)], dim=1)
     bounds = torch.stack([torch.stack((block.amax(dim=0), block.amin(dim=0))) for block in blocks])
     return score_pages(query, bounds, 1.0, "minmax")
 

@@ -200,8 +200,8 @@ class NativeAttention:
             selection = native_selection(selection, retained or RetainedSet())
         if selection.estimated_remainder and self.summary != "key_codes":
             raise KernelError(f"estimated_remainder: needs summary key_codes, not {self.summary}")
-        if fluxion is not None and (hgca is not None or self.summary != "minmax"):
-            raise KernelError(f"fluxion: needs summary minmax, not {self.summary}, and no hgca beside it")
+        if fluxion is not None and (hgca is not None or self.summary not in ("key_codes", "minmax")):
+            raise KernelError(f"fluxion: needs summary key_codes or minmax, not {self.summary}, and no hgca beside it")
         if (hgca is not None or fluxion is not None) and not batch.native.has_slots:
             raise KernelError("slots=None: must be given where a layer keeps the state of requests")
         tokens = batch.num_tokens
