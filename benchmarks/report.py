@@ -31,9 +31,12 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def save(name: str, content: dict[str, object]) -> Path:
-    """Write `content` with its provenance to a new JSON file in `benchmarks/results/` and return the path."""
+def save(name: str, content: dict[str, object], path: Path | None = None) -> Path:
+    """Write `content` with its provenance to a new JSON file in `benchmarks/results/` and return the path.
+
+    path   what an earlier call of the same measurement returned: it is written anew
+    """
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+    path = path or RESULTS / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     path.write_text(json.dumps(provenance() | content, indent=1) + "\n", encoding="utf-8")
     return path

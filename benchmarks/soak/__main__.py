@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.report import markdown_table, save
@@ -69,6 +69,36 @@ def make_server(model: Path, threads: str, log_path: Path) -> Server:
     return Server(model, args, thread_env(threads) | {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400"}, log_path)
 
 
+@dataclass(slots=True)
+class Seen:
+    """What a soak has seen so far. Kept after each look, so that one that is cut off is not lost."""
+
+    known: list[Known] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    path: Path | None = None
+
+    def judged(self, options: argparse.Namespace) -> list[Rule]:
+        """Return the rules; there must have been two looks."""
+        shape = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+        heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
+        asked_s, after_s = options.minutes * 60, options.settled * 60
+        return list(rules(self.readings, self.tally.counts, asked_s, after_s, heads, self.tally.tokens))
+
+    def keep(self, options: argparse.Namespace) -> None:
+        """Write the result, over the one of the look before."""
+        content: dict[str, object] = {
+            "model": options.model.name,
+            "known_prompts": len(self.known),
+            "known_tokens": sum(len(one.answer) for one in self.known),
+            "counts": dict(self.tally.counts),
+            "mishaps": self.tally.mishaps,
+            "rules": [asdict(rule) for rule in self.judged(options)],
+            "readings": [asdict(reading) for reading in self.readings],
+        }
+        self.path = save("soak", content, self.path)
+
+
 async def serve_alone(talk: Talk, prompts: Sequence[tuple[int, ...]], clock: AwakeClock) -> list[Known]:
     """Return the prompts with clear answers, each asked while nothing else runs and nothing of it is cached."""
     known = []
@@ -94,26 +124,28 @@ async def at_rest(talk: Talk, clock: AwakeClock, begun_s: float) -> Reading:
         await asyncio.sleep(_POLL_S)
 
 
-async def soak(server: Server, options: argparse.Namespace) -> tuple[list[Known], list[Reading], Tally]:
-    """Serve every prompt alone, then put the load on, and return what was seen."""
-    root, clock, tally = server.base_url.removesuffix("/v1"), AwakeClock(), Tally()
+async def soak(server: Server, options: argparse.Namespace, seen: Seen) -> None:
+    """Serve every prompt alone, then put the load on; `seen` is kept after each look at the server."""
+    root, clock = server.base_url.removesuffix("/v1"), AwakeClock()
     async with new_session() as http:
         ticking = asyncio.create_task(clock.run())
         talk = Talk(http, root, SERVED_NAME)
-        known = await serve_alone(talk, candidates(options.model, options.seed), clock)
+        seen.known = await serve_alone(talk, candidates(options.model, options.seed), clock)
         wrong = wrong_requests(SERVED_NAME, MODEL_TOKENS)
-        clients = Clients(talk, root, known, wrong, clock, tally)
+        clients = Clients(talk, root, seen.known, wrong, clock, seen.tally)
         rngs = [random.Random(options.seed * 1000 + number) for number in range(options.clients)]
         begun_s = clock.awake_s
-        readings = [await at_rest(talk, clock, begun_s)]
+        seen.readings.append(await at_rest(talk, clock, begun_s))
         end_s = begun_s + options.minutes * 60
         while clock.awake_s < end_s and server.running():
             until_s = min(end_s, clock.awake_s + options.every * 60)
             await asyncio.gather(*(clients.act_until(until_s, rng, options.pause) for rng in rngs))
-            readings.append(await at_rest(talk, clock, begun_s))
-            say(f"{readings[-1].awake_s / 60:5.1f} min: {dict(tally.counts)}, {_processes(readings[-1])}")
+            seen.readings.append(await at_rest(talk, clock, begun_s))
+            seen.keep(options)
+            say(
+                f"{seen.readings[-1].awake_s / 60:5.1f} min: {dict(seen.tally.counts)}, {_processes(seen.readings[-1])}"
+            )
         ticking.cancel()
-    return known, readings, tally
 
 
 def _processes(reading: Reading) -> str:
@@ -150,29 +182,12 @@ def main() -> int:
         server = make_server(options.model, options.threads, options.log or Path(folder) / "server.log")
         with server:
             say(f"server ready after {server.wait_ready(START_TIMEOUT_S):.0f} s")
-            known, readings, tally = asyncio.run(soak(server, options))
-    shape = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
-    heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
-    judged: list[Rule] = list(rules(readings, tally.counts, options.settled * 60, heads, tally.tokens))
-    print(
-        markdown_table(
-            ("rule", "seen", "held"), [(rule.name, rule.seen, "yes" if rule.held else "NO") for rule in judged]
-        )
-    )
-    path = save(
-        "soak",
-        {
-            "model": options.model.name,
-            "known_prompts": len(known),
-            "known_tokens": sum(len(one.answer) for one in known),
-            "counts": dict(tally.counts),
-            "mishaps": tally.mishaps,
-            "rules": [asdict(rule) for rule in judged],
-            "readings": [asdict(reading) for reading in readings],
-        },
-    )
-    say(f"kept in {path}")
-    return int(not all(rule.held for rule in judged))
+            seen = Seen()
+            asyncio.run(soak(server, options, seen))
+    table = [(rule.name, rule.seen, "yes" if rule.held else "NO") for rule in seen.judged(options)]
+    print(markdown_table(("rule", "seen", "held"), table))
+    say(f"kept in {seen.path}")
+    return int(not all(rule.held for rule in seen.judged(options)))
 
 
 if __name__ == "__main__":

@@ -24,14 +24,17 @@ def settled(readings: Sequence[Reading], after_s: float) -> Reading:
 
 
 def rules(
-    readings: Sequence[Reading], tally: dict[str, int], after_s: float, heads: int, tokens_seen: int
+    readings: Sequence[Reading], tally: dict[str, int], asked_s: float, after_s: float, heads: int, tokens_seen: int
 ) -> Iterator[Rule]:
     """Judge a soak by its readings (two at least, the first before the load) and by what its clients counted.
 
+    asked_s       how long the load should last
     after_s       when the server counts as settled
     heads         layers times KV heads: choices of what to read that a decode row takes
     tokens_seen   tokens that clients were given
     """
+    lasted_s = readings[-1].awake_s
+    yield Rule("minutes of load", f"{lasted_s / 60:.1f} of {asked_s / 60:g}", lasted_s >= asked_s)
     yield Rule("answers checked", str(tally.get("right", 0)), tally.get("right", 0) > 0)
     for bad in ("wrong", "lost", "unexpected"):
         yield Rule(f"{bad} answers", str(tally.get(bad, 0)), not tally.get(bad, 0))

@@ -77,18 +77,16 @@ def test_it_waits_for_a_server_that_takes_its_time_to_stop(start: Start, tmp_pat
     assert lines(tmp_path / "starts") == ["up", "drained"]
 
 
-def test_told_to_stop_in_a_pause_it_ends_at_once(start: Start, tmp_path: Path) -> None:
+def test_told_to_stop_in_a_pause_it_ends_without_another_start(start: Start, tmp_path: Path) -> None:
     process = start("echo up >>starts; [[ $(wc -l <starts) -lt 3 ]]")
     wait_for(lambda: len(lines(tmp_path / "starts")) >= 3)  # now it pauses for 4 s
-    begun_s = time.monotonic()
     process.send_signal(signal.SIGTERM)
     process.wait(WITHIN_S)
-    assert time.monotonic() - begun_s < 3
     assert len(lines(tmp_path / "starts")) == 3
 
 
 def test_pauses_double_to_a_bound_and_a_server_that_settled_begins_anew(start: Start, tmp_path: Path) -> None:
-    process = start("echo up >>starts; [[ $(wc -l <starts) != 4 ]] || sleep 2", SETTLED_S="2", LONGEST_PAUSE_S="2")
+    process = start("echo up >>starts; [[ $(wc -l <starts) != 4 ]] || sleep 5", SETTLED_S="5", LONGEST_PAUSE_S="2")
     wait_for(lambda: len(lines(tmp_path / "starts")) >= 5)
     process.send_signal(signal.SIGTERM)
     process.wait(WITHIN_S)

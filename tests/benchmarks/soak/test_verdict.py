@@ -32,7 +32,7 @@ READINGS = [reading(minute) for minute in (0.0, 5.0, 10.0, 15.0)]
 
 
 def broken(readings: list[Reading], tally: dict[str, int] = TALLY, tokens: int = 20) -> set[str]:
-    return {rule.name for rule in rules(readings, tally, 600.0, HEADS, tokens) if not rule.held}
+    return {rule.name for rule in rules(readings, tally, 900.0, 600.0, HEADS, tokens) if not rule.held}
 
 
 def test_a_good_soak_breaks_nothing() -> None:
@@ -42,6 +42,10 @@ def test_a_good_soak_breaks_nothing() -> None:
 @pytest.mark.parametrize("kind", ["wrong", "lost", "unexpected"])
 def test_one_bad_answer_is_too_many(kind: str) -> None:
     assert broken(READINGS, {**TALLY, kind: 1}) == {f"{kind} answers"}
+
+
+def test_a_soak_that_ended_early_shows_less_than_asked() -> None:
+    assert broken(READINGS[:-1]) == {"minutes of load"}
 
 
 def test_a_soak_that_checked_nothing_shows_nothing() -> None:
