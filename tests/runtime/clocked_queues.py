@@ -147,13 +147,20 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
         return [("area", pool.data_ptr())]
 
     wrap(cuda_pool, "load_pages", lambda host, at, to, key, _: (pages(host, at), slots(key, to)))
-    wrap(cuda_pool.CudaPool, "put_tokens", lambda pool, to, *_: ([], slots(pool.key, torch.tensor(to))))
     wrap(prefill, "load_pages", lambda host, at, _to, key, _: (pages(host, at), area(key)))
     wrap(prefill, "attend_dense", lambda _query, key, *_, causal, **__: ([] if causal else area(key), []))
     wrap(write_through, "store_pages", lambda host, at, *_: ([], pages(host, at)))
     wrap(write_through, "store_tokens", lambda host, at, *_: ([], pages(host, at)))
     wrap(cuda, "attend_slots", lambda _query, key, _value, places, *_, **__: (slots(key, places), []))
 
+    put_tokens = cuda_pool.CudaPool.put_tokens
+
+    def watched_put(self: Any, places: Any, *given: Any) -> None:
+        with self.queue.launching():
+            machine.launch("put_tokens", [], slots(self.key, torch.tensor(places)))
+        put_tokens(self, places, *given)
+
+    monkeypatch.setattr(cuda_pool.CudaPool, "put_tokens", watched_put)
     forward = step.TieredLayer.forward
 
     def on_host(self: Any, *given: Any, **named: Any) -> None:

@@ -91,7 +91,7 @@ def test_a_prefix_is_shared_in_the_step_that_stores_it() -> None:
         layer.kv_cache[blocks] = 0xFF  # as before the step
         first.key, first.value, first.blocks = first.key[:0], first.value[:0], []
         layer.free_blocks[:0] = blocks
-        second.key, second.value, second.blocks = first_key, first_value, list(blocks)
+        second.key, second.value, second.blocks = first_key, first_value, [*blocks, layer.free_blocks.pop()]
         step = layer.step(
             [(second, 1), (first, 64)],
             tokens=torch.cat((tokens[128:], tokens[:64])),
