@@ -14,6 +14,7 @@ from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue import plugin
 from vllm_hybrid_sparse.glue.plugin import CPU_WORKER_PATH, CUDA_WORKER_PATH, hook_platform
 from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, member
+from vllm_hybrid_sparse.glue.scheduler_choice import SCHEDULER_PATH
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def config_of(backend: Any, **changes: Any) -> Any:
     given: dict[str, Any] = {
         "attention_config": SimpleNamespace(backend=backend),
         "parallel_config": SimpleNamespace(worker_cls="auto", enable_dbo=False),
-        "scheduler_config": SimpleNamespace(async_scheduling=True),
+        "scheduler_config": SimpleNamespace(async_scheduling=True, scheduler_cls=None),
         "additional_config": {},
         "cache_config": None,
         "speculative_config": None,
@@ -74,6 +75,7 @@ def test_each_platform_gets_its_worker(on_cuda: bool, path: str, monkeypatch: py
     platform.check_and_update_config(config)  # as in the engine's process
     assert config.parallel_config.worker_cls == path
     assert config.scheduler_config.async_scheduling is not on_cuda
+    assert config.scheduler_config.scheduler_cls == (SCHEDULER_PATH if on_cuda else None)
     assert platform.asked == [config, config]
 
 

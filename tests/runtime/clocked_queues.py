@@ -15,6 +15,7 @@ import torch
 
 from vllm_hybrid_sparse.memory import cuda_pool, write_through
 from vllm_hybrid_sparse.runtime import cuda, cuda_layer, prefill, step, tiers
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 Clock = dict[int, int]  # by queue: how much of its work is behind
 
@@ -69,12 +70,11 @@ class Machine:
                 self._check(name, queue.clock, memory, "write")
                 self._last.setdefault((memory, "read"), []).append(entry)
 
-    def host_reads(self, kind: str) -> None:
-        """Note that the host reads all memory of one kind."""
+    def host_reads(self, memories: list[Hashable]) -> None:
+        """Note that the host reads some memory."""
         with self._lock:
-            for memory, how in list(self._last):  # type: ignore[misc]
-                if memory[0] == kind and how == "write":
-                    self._check("the host", self.host, memory, how)
+            for memory in memories:
+                self._check("the host", self.host, memory, "write")
 
     def _check(self, name: str, clock: Clock, memory: Hashable, *kinds: str) -> None:
         for kind in kinds:
@@ -163,9 +163,16 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(cuda_pool.CudaPool, "put_tokens", watched_put)
     forward = step.TieredLayer.forward
 
-    def on_host(self: Any, *given: Any, **named: Any) -> None:
-        machine.host_reads("page")
-        forward(self, *given, **named)
+    def on_host(
+        self: Any, query: Any, key: Any, value: Any, kv_cache: Any, batch: Any, *given: Any, **named: Any
+    ) -> None:
+        source, heads = self._tier.source(kv_cache), torch.arange(self._attention.num_kv_heads)[:, None]
+        of_block = source.pages_per_block
+        for table, seq_len in zip(batch.block_tables, batch.seq_lens, strict=True):
+            page = torch.arange(-(-seq_len // PAGE_TOKENS))
+            stored_at = table[page // of_block].long() * of_block + page % of_block
+            machine.host_reads(pages(source.elements, source.offsets(heads, stored_at[None])))
+        forward(self, query, key, value, kv_cache, batch, *given, **named)
 
     monkeypatch.setattr(step.TieredLayer, "forward", on_host)
     return machine
