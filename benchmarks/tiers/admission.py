@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.report import markdown_table, save
 from benchmarks.tiers.pool_hit_rate import POLICIES
-from benchmarks.tiers.traces import Trace, pages_apart, read_pages, record_windows
-from vllm_hybrid_sparse.cli.smollm2 import model_dir
+from benchmarks.tiers.traces import Trace, model_and_tokens, pages_apart, read_pages, record_windows
 from vllm_hybrid_sparse.config import ADMISSIONS, HybridSparseConfig
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
 from vllm_hybrid_sparse.policy.admission import Admission
@@ -160,9 +158,7 @@ def main() -> None:
     if options.steps < 2:
         parser.error(f"--steps={options.steps}: must be 2 or more")
     lengths = list(islice(cycle(map(int, options.lengths.split(","))), options.requests))
-    model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32).eval()
-    text = options.text.read_text(encoding="utf-8")
-    token_ids = AutoTokenizer.from_pretrained(model_dir())(text, return_tensors="pt").input_ids[0]
+    model, token_ids = model_and_tokens(options.text)
     if len(token_ids) < sum(lengths):
         parser.error(f"--requests={options.requests}: the text has {len(token_ids)} tokens")
     windows = token_ids[: sum(lengths)].split(lengths)

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.report import markdown_table, save
-from benchmarks.tiers.traces import Trace, layer_pages, record_windows, replay
-from vllm_hybrid_sparse.cli.smollm2 import model_dir
+from benchmarks.tiers.traces import Trace, layer_pages, model_and_tokens, record_windows, replay
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.memory.device_pool import PoolShape
 from vllm_hybrid_sparse.policy.eviction import EVICTIONS
@@ -74,9 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 2:
         parser.error(f"--steps={options.steps}: must be 2 or more")
-    model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32).eval()
-    text = options.text.read_text(encoding="utf-8")
-    token_ids = AutoTokenizer.from_pretrained(model_dir())(text, return_tensors="pt").input_ids[0]
+    model, token_ids = model_and_tokens(options.text)
     if len(token_ids) < options.requests * options.tokens:
         parser.error(f"--requests={options.requests}: the text has {len(token_ids)} tokens")
     windows = token_ids.split(options.tokens)[: options.requests]

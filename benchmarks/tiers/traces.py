@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.accuracy.answers import Prefill
+from vllm_hybrid_sparse.cli.smollm2 import model_dir
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
@@ -51,6 +53,13 @@ def record(prefill: Prefill, decoded: torch.Tensor, settings: HybridSparseConfig
         for token in [prefill.last_token, *decoded[:-1].tolist()]:
             prefill.feed(token)
     return trace
+
+
+def model_and_tokens(text: Path) -> tuple[PreTrainedModel, torch.Tensor]:
+    """SmolLM2 in float32, and a text's [tokens] int64."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_dir())
+    return model, tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
 
 
 def record_windows(

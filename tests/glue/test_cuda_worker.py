@@ -23,9 +23,10 @@ from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue import cuda_worker
 from vllm_hybrid_sparse.glue.backend import HybridSparseBackend
-from vllm_hybrid_sparse.glue.cuda_worker import HybridSparseCUDAWorker, allocated_on_host, follow, one_of_each_storage
+from vllm_hybrid_sparse.glue.cuda_worker import HybridSparseCUDAWorker, allocated_on_host, follow
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadataBuilder
 from vllm_hybrid_sparse.glue.support import _refuse_on_cuda
+from vllm_hybrid_sparse.glue.worker import one_of_each_storage
 from vllm_hybrid_sparse.glue.worker_report import take_report
 from vllm_hybrid_sparse.kernels.dense_attention.reference import attend_dense
 from vllm_hybrid_sparse.metrics import Interval

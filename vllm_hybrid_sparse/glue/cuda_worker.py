@@ -11,7 +11,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.glue.worker import HostStoreWorker
+from vllm_hybrid_sparse.glue.worker import HostStoreWorker, one_of_each_storage
 from vllm_hybrid_sparse.memory.pinned import available_bytes, host_store_bytes, pin, unpin
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
 from vllm_hybrid_sparse.runtime.host import host_runtime
@@ -132,11 +132,6 @@ def allocated_on_host(*, v2: bool) -> Iterator[None]:
         yield
     finally:
         module.allocate_kv_cache = allocate
-
-
-def one_of_each_storage(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A tensor for each memory that some of them share."""
-    return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
 
 
 def follow(mirror: Any, scheduler_output: Any) -> None:

@@ -37,7 +37,8 @@ class _AdmitsByWorkingSet:
         self._admission: Admission | None = None
         if settings.device_pool_pages is None:
             logger.info("hybrid_sparse: requests are admitted by vLLM alone: admission needs device_pool_pages on cuda")
-        if settings.device_pool_pages is None or not layers:
+            return
+        if not layers:
             return
         self._admission = Admission(
             retained=settings.retained,

@@ -151,7 +151,11 @@ class HostStoreWorker(WorkerBase):
             logger.info("%s", line)
 
 
+def one_of_each_storage(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """A tensor for each memory that some of them share."""
+    return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
+
+
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the memory behind some tensors, what they share counted once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in one_of_each_storage(tensors))

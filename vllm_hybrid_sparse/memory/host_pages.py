@@ -27,14 +27,9 @@ class HostPages:
         elements = kv_cache if kv_cache.dtype == layout.torch_dtype else kv_cache.view(layout.torch_dtype)
         page_elements = layout.page_bytes // layout.element_bytes
         self._layout = layout
-        self.elements = (
-            elements.as_strided(  # [elements] of the KV dtype: the layer's first to the end of its last block
-                (
-                    (len(kv_cache) - 1) * elements.stride(0)
-                    + num_kv_heads * layout.head_block_bytes // layout.element_bytes,
-                ),
-                (1,),
-            )
+        block_elements = num_kv_heads * layout.head_block_bytes // layout.element_bytes
+        self.elements = elements.as_strided(  # [elements] of the KV dtype: the first to the end of the last block
+            ((len(kv_cache) - 1) * elements.stride(0) + block_elements,), (1,)
         )
         self._parts = elements.as_strided(  # [blocks, kv_heads, pages of a block, K or V, elements]
             (len(kv_cache), num_kv_heads, layout.pages_per_block, 2, page_elements // 2),
