@@ -74,12 +74,16 @@ def measure_case(pair: dict[str, Server], case: Case, prompts: Prompts, tokens: 
     return samples
 
 
+def room_tokens(cases: list[Case]) -> int:
+    """Return the tokens that cases sharing servers need room for: their requests, and the longest that is allowed."""
+    return max(cases[0].model_tokens, *(case.context_tokens * case.requests + 2048 for case in cases))
+
+
 def measure_pair(
     cases: list[Case], settings: dict[str, object], threads: str, model: Path, tokens: int, dtype: str
 ) -> dict[str, dict[str, Samples]]:
     """Start both servers for cases that can share them, measure these, and stop the servers."""
-    cached_tokens = max(case.context_tokens * case.requests for case in cases) + 2048
-    args = serve_args(cases[0].model_tokens, cached_tokens, cases[0].filled, dtype)
+    args = serve_args(cases[0].model_tokens, room_tokens(cases), cases[0].filled, dtype)
     prompts = prompt_source(model)
     with tempfile.TemporaryDirectory(prefix="tpot-") as folder, ExitStack() as stack:
         pair = make_pair(model, args, settings, threads, Path(folder))
