@@ -120,9 +120,12 @@ def best(samples: dict[Key, Samples], case: str, policy: str, side: str, what: s
 
 
 def summarise(samples: dict[Key, Samples], cases: list[Case], policies: list[str]) -> list[dict[str, object]]:
-    """Return one row for every case, policy and figure, each side at its best thread setting."""
+    """Return one row for every figure of a case and policy that was measured, each side at its best thread setting."""
     rows: list[dict[str, object]] = []
+    measured = {(name, policy) for name, policy, _, _ in samples}
     for case, policy, what in itertools.product(cases, policies, ("tpot_ms", "ttft_ms")):
+        if (case.name, policy) not in measured:
+            continue
         stock_threads, stock = best(samples, case.name, policy, "stock", what)
         our_threads, ours = best(samples, case.name, policy, "ours", what)
         if not stock["values"]:
@@ -186,7 +189,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, print the table, keep the result; return 1 where a bar is missed."""
+    """Measure, print the table, keep the result, after each pair of servers; return 1 where a bar is missed."""
     options = parse_arguments()
     stop_servers_when_terminated()
     cases = select_cases(options.cases, options.full)
@@ -195,18 +198,19 @@ def main() -> int:
     model = options.model or model_dir()
     policies = options.policies.split(",")
     samples: dict[Key, Samples] = {}
+    rows: list[dict[str, object]] = []
+    path: Path | None = None
     for policy in policies:
         for threads, together in groups(cases, options.threads):
             say(f"{policy}, threads {threads}: {', '.join(case.name for case in together)}")
             settings = POLICIES[policy] | options.settings
             measured = measure_pair(together, settings, threads, model, options.tokens, options.dtype)
             samples |= {(name, policy, threads, side): measured[name][side] for name in measured for side in SIDES}
-    rows = summarise(samples, cases, policies)
-    raw = [dict(zip(("case", "policy", "threads", "side"), key, strict=True)) | asdict(samples[key]) for key in samples]
-    path = save(
-        "tpot",
-        {"model": model.name, "dtype": options.dtype, "settings": options.settings, "rows": rows, "samples": raw},
-    )
+            rows = summarise(samples, cases, policies)
+            names = ("case", "policy", "threads", "side")
+            raw = [dict(zip(names, key, strict=True)) | asdict(value) for key, value in samples.items()]
+            content = {"model": model.name, "dtype": options.dtype, "settings": options.settings}
+            path = save("tpot", content | {"rows": rows, "samples": raw}, path)
     print(show(rows))
     say(f"kept in {path}")
     return 0 if all(row["passed"] is not False for row in rows) else 1

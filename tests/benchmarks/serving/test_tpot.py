@@ -1,7 +1,7 @@
 import pytest
 
-from benchmarks.serving.cases import CASES, FULL_CASES, Case
-from benchmarks.serving.tpot import room_tokens
+from benchmarks.serving.cases import CASES, FULL_CASES, Case, Samples
+from benchmarks.serving.tpot import room_tokens, summarise
 
 
 @pytest.mark.parametrize("case", [*CASES, *FULL_CASES], ids=lambda case: case.name)
@@ -14,3 +14,21 @@ def test_cases_that_share_servers_have_room_for_the_largest() -> None:
     one, four = (case for case in CASES if case.context_tokens == 8192)
 
     assert room_tokens([one, four]) == room_tokens([four]) > 4 * 8192
+
+
+def test_what_was_measured_is_summed_up_before_the_rest_is() -> None:
+    cases = list(CASES[:2])
+    samples = {
+        (cases[0].name, "topk", threads, side): Samples(tpot_ms=[time_ms])
+        for threads, side, time_ms in (
+            ("all", "stock", 30.0),
+            ("default", "stock", 20.0),
+            ("all", "ours", 10.0),
+            ("default", "ours", 40.0),
+        )
+    }
+
+    (row,) = summarise(samples, cases, ["topk", "dense"])
+
+    assert (row["case"], row["policy"], row["figure"]) == (cases[0].name, "topk", "tpot_ms")
+    assert (row["stock_threads"], row["our_threads"], row["stock_over_ours"]) == ("default", "all", 2.0)
