@@ -3,6 +3,9 @@ SHELL := bash
 PYTHON_BIN := .venv/bin/python
 GPU_PYTHON ?= $(PYTHON_BIN)
 ARGS ?=
+TEST_JOBS ?= 2
+# A file's tests share servers, so they stay together.
+SIDE_BY_SIDE = -n $(TEST_JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check bench gpu-check
@@ -16,11 +19,11 @@ setup: ## .venv with vLLM, the tools and this project (DEVICE=cpu|cuda to choose
 demo: setup ## a real model answers over 7K tokens: stock vLLM, then hybrid_sparse
 	@.venv/bin/hybrid-sparse demo $(ARGS)
 
-test: setup ## unit tests, then system tests (servers of tiny and real models)
+test: setup ## unit tests, then system tests, TEST_JOBS=2 files at a time
 	@echo "test: unit tests"
-	@$(PYTHON_BIN) -m pytest -m "not system and not gpu and not slow" $(ARGS)
+	@$(PYTHON_BIN) -m pytest -m "not system and not gpu and not slow" $(SIDE_BY_SIDE) $(ARGS)
 	@echo "test: system tests"
-	@$(PYTHON_BIN) -m pytest -m "system and not gpu and not slow" $(ARGS)
+	@$(PYTHON_BIN) -m pytest -m "system and not gpu and not slow" $(SIDE_BY_SIDE) $(ARGS)
 
 check: setup ## ruff, formatting, types, import contracts
 	@echo "check: ruff"

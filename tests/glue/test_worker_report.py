@@ -14,12 +14,10 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
-from vllm_hybrid_sparse.glue import cpu_worker as cpu_worker_module
 from vllm_hybrid_sparse.glue import worker as worker_module
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.glue.worker import _bytes_of
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport, take_report
-from vllm_hybrid_sparse.memory.heap import INTERVAL_S, HeapTrimmer
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 
@@ -42,16 +40,13 @@ class Steps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock()
         self.lines: list[str] = []
-        self.trims: list[float] = []  # when
         monkeypatch.setattr(worker_module, "time", self.clock)
-        monkeypatch.setattr(cpu_worker_module, "time", self.clock)
         monkeypatch.setattr(worker_module.logger, "info", lambda text, *values: self.lines.append(text % values))
         monkeypatch.setattr(CPUWorker, "sample_tokens", lambda *_: self.output)
         monkeypatch.setattr(CPUWorker, "shutdown", lambda *_: None)
         self.worker = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
         self.worker._runtime = HostRuntime(HybridSparseConfig(num_threads=1, thread_pool="own"))
         monkeypatch.setattr(self.worker._runtime, "take_stats", lambda: self.stats)
-        self.worker._heap = HeapTrimmer(lambda: self.trims.append(self.clock.now_s))
         self.worker._logs, self.worker._interval = True, Interval(60.0)
         self.worker._reports, self.worker._ready, self.worker._host_kv_bytes = True, True, 4096
 
@@ -123,14 +118,6 @@ def test_no_lines_where_the_interval_is_zero(steps: Steps) -> None:
     steps.step(STEP)
     steps.worker.shutdown()
     assert steps.lines == []
-
-
-def test_a_step_trims_the_heap_with_and_without_decoding_in_it(steps: Steps) -> None:
-    steps.step(STEP)
-    steps.step(STEP)
-    steps.clock.now_s += INTERVAL_S
-    steps.step(DecodeStats())
-    assert steps.trims == [1000.0, 1000.0 + INTERVAL_S]
 
 
 def test_a_worker_that_never_had_a_cache_ends_without_a_word(steps: Steps) -> None:
