@@ -8,8 +8,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker
 
 _ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-# vLLM has every matrix product keep its code for the 32 numbers of tokens that it met last, and a model has five kinds of
-# product. oneDNN keeps 1024 by itself: ever more pieces of the heap between the tensors of prompts, so that it grows.
+# vLLM has every matrix product keep its code for the 32 numbers of tokens that it met last, and a model has five kinds
+# of product. oneDNN keeps 1024 by itself: ever more pieces of heap between the tensors of prompts, so that it grows.
 _ONEDNN_CACHED = 5 * 32
 
 
