@@ -31,6 +31,7 @@ from benchmarks.soak.wrong_requests import wrong_requests
 from vllm_hybrid_sparse.cli.server import Server
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 from vllm_hybrid_sparse.load.client import new_session
+from vllm_hybrid_sparse.memory.heap import IDLE_S
 
 MODEL_TOKENS = 2048
 SERVED_NAME = "soaked"
@@ -39,6 +40,7 @@ START_TIMEOUT_S = 3600.0  # of a process tree that may be stopped in between
 _ANSWER_TOKENS = 96  # of which those before the first close decision are kept
 _REST_S = 120.0  # awake seconds in which the server must have put away what was broken off
 _POLL_S = 0.5
+_TIDY_S = 2 * IDLE_S + 5.0  # until its worker has given free memory back
 
 
 def say(line: str) -> None:
@@ -120,6 +122,7 @@ async def at_rest(talk: Talk, clock: AwakeClock, begun_s: float) -> Reading:
     while True:
         counters = read_counters(await talk.exposition())
         if not any(counters.get(name) for name in IDLE) or clock.awake_s > end_s:
+            await asyncio.sleep(_TIDY_S)
             return Reading(clock.awake_s - begun_s, read_processes(), counters)
         await asyncio.sleep(_POLL_S)
 

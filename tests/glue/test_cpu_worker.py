@@ -1,4 +1,5 @@
 import os
+import threading
 
 import pytest
 
@@ -7,6 +8,8 @@ pytest.importorskip("vllm")
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
+from vllm_hybrid_sparse.glue.worker import HostStoreWorker
+from vllm_hybrid_sparse.memory.heap import IdleTrimmer
 
 ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
@@ -23,6 +26,31 @@ def test_onednn_keeps_little_code_unless_the_user_says_otherwise(
     else:
         monkeypatch.setenv(ONEDNN_CACHE, given)
 
-    HybridSparseCPUWorker(vllm_config=None)
+    HybridSparseCPUWorker(vllm_config=None)._heap.close()
 
     assert seen == [in_effect]
+
+
+def test_steps_count_as_work_after_which_the_heap_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
+    worker._heap = IdleTrimmer(None)
+    worked = []
+    monkeypatch.setattr(worker._heap, "worked", lambda: worked.append("step"))
+    monkeypatch.setattr(HostStoreWorker, "execute_model", lambda _self, scheduled: scheduled)
+
+    assert [worker.execute_model(number) for number in (1, 2)] == [1, 2]
+    assert worked == ["step", "step"]
+
+
+def test_shutdown_ends_the_thread_that_trims(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+    monkeypatch.setattr(CPUWorker, "__init__", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr(HostStoreWorker, "shutdown", lambda _self: ended.append("vLLM's"))
+    before = threading.active_count()
+
+    worker = HybridSparseCPUWorker()
+    assert threading.active_count() == before + 1
+    worker.shutdown()
+
+    assert threading.active_count() == before
+    assert ended == ["vLLM's"]

@@ -18,6 +18,7 @@ from vllm_hybrid_sparse.glue import worker as worker_module
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.glue.worker import _bytes_of
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport, take_report
+from vllm_hybrid_sparse.memory.heap import IdleTrimmer
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 
@@ -47,6 +48,7 @@ class Steps:
         self.worker = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
         self.worker._runtime = HostRuntime(HybridSparseConfig(num_threads=1, thread_pool="own"))
         monkeypatch.setattr(self.worker._runtime, "take_stats", lambda: self.stats)
+        self.worker._heap = IdleTrimmer(None)
         self.worker._logs, self.worker._interval = True, Interval(60.0)
         self.worker._reports, self.worker._ready, self.worker._host_kv_bytes = True, True, 4096
 
@@ -121,7 +123,9 @@ def test_no_lines_where_the_interval_is_zero(steps: Steps) -> None:
 
 
 def test_a_worker_that_never_had_a_cache_ends_without_a_word(steps: Steps) -> None:
-    HybridSparseCPUWorker.__new__(HybridSparseCPUWorker).shutdown()
+    worker = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
+    worker._heap = IdleTrimmer(None)
+    worker.shutdown()
     assert steps.lines == []
 
 

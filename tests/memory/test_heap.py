@@ -1,0 +1,103 @@
+import ctypes
+import platform
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from vllm_hybrid_sparse.memory.heap import IdleTrimmer, glibc_trim
+
+SOON_S = 60.0  # until what must happen has; only a failure takes as long
+
+
+class Trims:
+    """Counts trims, and lets a test wait for one."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._another = threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        self.number += 1
+        self._another.release()
+
+    def wait(self) -> bool:
+        """Return whether there was one more."""
+        return self._another.acquire(timeout=SOON_S)
+
+
+@pytest.fixture
+def trims() -> Trims:
+    return Trims()
+
+
+@pytest.fixture
+def trimmer(trims: Trims) -> Iterator[IdleTrimmer]:
+    trimmer = IdleTrimmer(trims, idle_s=0.05)
+    yield trimmer
+    trimmer.close()
+
+
+def test_there_is_one_trim_after_each_time_of_work(trims: Trims, trimmer: IdleTrimmer) -> None:
+    for times in (1, 2, 3):
+        trimmer.worked()
+        assert trims.wait()
+        assert trims.number == times
+
+
+def test_nothing_is_trimmed_before_there_was_work(trims: Trims) -> None:
+    IdleTrimmer(trims, idle_s=0.0).close()
+    assert trims.number == 0
+
+
+def test_work_that_goes_on_is_not_disturbed(trims: Trims) -> None:
+    """As long as it would have to rest, it never does."""
+    trimmer = IdleTrimmer(trims, idle_s=SOON_S)
+    for _ in range(100):
+        trimmer.worked()
+    trimmer.close()
+    assert trims.number == 0
+
+
+def test_the_thread_ends(trims: Trims) -> None:
+    before = threading.active_count()
+    trimmer = IdleTrimmer(trims, idle_s=SOON_S)
+    assert threading.active_count() == before + 1
+    trimmer.worked()
+    trimmer.close()
+    assert threading.active_count() == before
+
+
+def test_without_a_function_that_trims_there_is_no_thread() -> None:
+    before = threading.active_count()
+    trimmer = IdleTrimmer(None)
+    trimmer.worked()
+    assert threading.active_count() == before
+    trimmer.close()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_memory_between_what_is_still_used_goes_back_to_the_system() -> None:
+    """Blocks below the size that glibc maps apart, of which every 64th stays: by itself their memory would stay too."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = (ctypes.c_size_t,)
+    libc.free.argtypes = (ctypes.c_void_p,)
+    size, number = 16 * 1024, 16 * 1024
+    blocks = [libc.malloc(size) for _ in range(number)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for index, block in enumerate(blocks):
+        if index % 64:
+            libc.free(block)
+    before = psutil.Process().memory_info().rss
+
+    trim = glibc_trim()
+    assert trim is not None
+    trim()
+
+    after = psutil.Process().memory_info().rss
+    for block in blocks[::64]:
+        libc.free(block)
+    assert before - after > 0.9 * size * number
