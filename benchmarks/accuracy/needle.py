@@ -1,4 +1,4 @@
-"""Which needles in long texts each policy finds, beside stock vLLM: SmolLM2 in bf16 through the HTTP server.
+"""Which needles in long texts each policy finds, beside stock vLLM: SmolLM2 through the HTTP server.
 
     python -m benchmarks.accuracy.needle [--text PATH] [--policies stock,default,topk-minmax] [--lengths 1024,7680]
 
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from benchmarks.accuracy.needle_prompts import ANSWER_TOKENS, CONTEXT_TOKENS, NeedlePrompt, make_needle_prompts
 from benchmarks.report import markdown_table, save
 from benchmarks.serving.backends import (
+    DTYPES,
     START_TIMEOUT_S,
     our_args,
     serve_args,
@@ -69,10 +70,11 @@ def measure(
     model: Path,
     tokenizer: Tokenizer,
     prompts: Sequence[NeedlePrompt],
+    dtype: str,
     log_path: Path,
 ) -> dict[str, object]:
     """Serve stock vLLM (None) or ours with `settings`, ask everything and return what was found."""
-    args = [*serve_args(MODEL_TOKENS, MODEL_TOKENS + 1024, filled=False), "--enforce-eager"]
+    args = [*serve_args(MODEL_TOKENS, MODEL_TOKENS + 1024, filled=False, dtype=dtype), "--enforce-eager"]
     if settings is not None:
         args += our_args(settings)
     with Server(model, args, thread_env("all"), log_path) as server:
@@ -105,6 +107,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--policies", default=",".join(POLICIES), help="comma-separated")
     parser.add_argument("--also", default=[], action="append", type=json.loads, help="JSON settings of one more row")
     parser.add_argument("--lengths", default=",".join(map(str, CONTEXT_TOKENS)), help="tokens, comma-separated")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of all servers (%(default)s)")
     parser.add_argument("--model", default=None, type=Path, help="instead of SmolLM2-135M-Instruct")
     return parser.parse_args()
 
@@ -123,13 +126,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="needle-") as folder:
         for number, (policy, settings) in enumerate(asked.items()):
             print(policy, file=sys.stderr, flush=True)
-            results.append(measure(policy, settings, model, tokenizer, prompts, Path(folder) / f"{number}.log"))
+            log_path = Path(folder) / f"{number}.log"
+            results.append(measure(policy, settings, model, tokenizer, prompts, options.dtype, log_path))
     print(show(prompts, results, lengths))
     tasks = [
         {"tokens": len(prompt.token_ids), "depth": prompt.depth, "needle": prompt.fact.number} for prompt in prompts
     ]
     text = options.text.name if options.text else "generated prose"
-    print(f"kept in {save('needle', {'text': text, 'tasks': tasks, 'results': results})}", file=sys.stderr)
+    content = {"text": text, "dtype": options.dtype, "tasks": tasks, "results": results}
+    print(f"kept in {save('needle', content)}", file=sys.stderr)
     found = {result["policy"]: result["found"] for result in results}
     lost = [
         task
