@@ -7,9 +7,9 @@ pytest.importorskip("vllm")
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from tests.glue.bare_worker import bare_worker
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker
-from vllm_hybrid_sparse.memory.heap import IdleTrimmer
 
 ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
@@ -32,8 +32,7 @@ def test_onednn_keeps_little_code_unless_the_user_says_otherwise(
 
 
 def test_steps_count_as_work_after_which_the_heap_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
-    worker._heap = IdleTrimmer(None)
+    worker = bare_worker()
     worked = []
     monkeypatch.setattr(worker._heap, "worked", lambda: worked.append("step"))
     monkeypatch.setattr(HostStoreWorker, "execute_model", lambda _self, scheduled: scheduled)

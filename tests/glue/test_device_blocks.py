@@ -11,9 +11,9 @@ pytest.importorskip("vllm")
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from tests.glue.bare_worker import bare_worker
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 from vllm_hybrid_sparse.values import PageKey
 
@@ -37,7 +37,7 @@ def step(**changes: Any) -> Any:
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker without a model; its pool holds every page of two layers."""
     monkeypatch.setattr(CPUWorker, "execute_model", lambda *_: "done")
-    made: Any = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
+    made: Any = bare_worker()
     made._runtime = runtime = HostRuntime(HybridSparseConfig(device="emulated", num_threads=1))
     made._interval_s, made._connected = 0.0, True
     made.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=32))

@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from tests.glue.bare_worker import bare_worker
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
@@ -27,9 +28,7 @@ def step(finished: set[str], preempted: set[str] | None = None) -> Any:
 def worker(monkeypatch: pytest.MonkeyPatch) -> HybridSparseCPUWorker:
     """A worker without a model, whose steps do nothing."""
     monkeypatch.setattr(CPUWorker, "execute_model", lambda *_: "done")
-    made = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
-    made._runtime = HostRuntime(HybridSparseConfig(policy="hgca", num_threads=1))
-    return made
+    return bare_worker(_runtime=HostRuntime(HybridSparseConfig(policy="hgca", num_threads=1)))
 
 
 def test_finished_aborted_and_preempted_requests_lose_their_slots(worker: HybridSparseCPUWorker) -> None:

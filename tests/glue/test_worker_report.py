@@ -13,12 +13,11 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from tests.glue.bare_worker import bare_worker
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.glue import worker as worker_module
-from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.glue.worker import _bytes_of
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport, take_report
-from vllm_hybrid_sparse.memory.heap import IdleTrimmer
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 
@@ -45,10 +44,8 @@ class Steps:
         monkeypatch.setattr(worker_module.logger, "info", lambda text, *values: self.lines.append(text % values))
         monkeypatch.setattr(CPUWorker, "sample_tokens", lambda *_: self.output)
         monkeypatch.setattr(CPUWorker, "shutdown", lambda *_: None)
-        self.worker = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
-        self.worker._runtime = HostRuntime(HybridSparseConfig(num_threads=1, thread_pool="own"))
+        self.worker = bare_worker(_runtime=HostRuntime(HybridSparseConfig(num_threads=1, thread_pool="own")))
         monkeypatch.setattr(self.worker._runtime, "take_stats", lambda: self.stats)
-        self.worker._heap = IdleTrimmer(None)
         self.worker._logs, self.worker._interval = True, Interval(60.0)
         self.worker._reports, self.worker._ready, self.worker._host_kv_bytes = True, True, 4096
 
@@ -123,9 +120,7 @@ def test_no_lines_where_the_interval_is_zero(steps: Steps) -> None:
 
 
 def test_a_worker_that_never_had_a_cache_ends_without_a_word(steps: Steps) -> None:
-    worker = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
-    worker._heap = IdleTrimmer(None)
-    worker.shutdown()
+    bare_worker().shutdown()
     assert steps.lines == []
 
 

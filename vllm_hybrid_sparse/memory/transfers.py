@@ -40,7 +40,7 @@ class Loaded:
     slots: list[list[int]]  # by part, in the order of its pages; empty where the part was unwanted or failed
     errors: dict[int, CapacityError | LoadError] = field(default_factory=dict)  # by part
     held: list[PageKey] = field(default_factory=list)
-    wanted_pages: int = 0  # of the parts that were wanted when their turn came
+    wanted_pages: int = 0  # of the parts that were wanted when their turn came, but for those withdrawn before a copy
     hit_pages: int = 0  # of them, those that were there
     fetched_pages: int = 0  # copied from the host store
     ready: Mark | None = None  # behind the copies; None: they are done
@@ -132,7 +132,9 @@ class Loader:
             loaded.fetched_pages += len(copied)
         if not absent:
             return
-        loaded.fetched_pages -= sum(error is not None for error in absent.values())
+        failures = sum(error is not None for error in absent.values())
+        loaded.fetched_pages -= failures
+        loaded.wanted_pages -= len(absent) - failures
         for part, keys in enumerate(load.parts):
             if not loaded.slots[part] or absent.keys().isdisjoint(keys):
                 continue

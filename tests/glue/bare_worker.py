@@ -1,0 +1,15 @@
+"""The CPU worker without vLLM's own set-up and without a model."""
+
+from typing import Any
+
+from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
+from vllm_hybrid_sparse.memory.heap import IdleTrimmer
+
+
+def bare_worker(**attributes: Any) -> HybridSparseCPUWorker:
+    """A worker that trims no heap, with attributes that its methods need."""
+    worker = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
+    worker._heap = IdleTrimmer(None)
+    for name, value in attributes.items():
+        setattr(worker, name, value)
+    return worker
