@@ -75,7 +75,7 @@ def test_a_predictor_is_written_for_the_model_with_its_command_and_no_paths(
     assert origin.command == (
         "hybrid-sparse calibrate tiny --texts stories.txt --summary key_codes --code-bits 2 --out tiny.safetensors "
         "--tokens 900 --windows 3 --prose-windows 1 --skip-tokens 0 --segment-tokens 400 --span-tokens 32 "
-        "--sink-tokens 64 --window-tokens 256 --steps 3 --tau 0.02 --epochs 2 --quantile 0.5 --seed 0"
+        "--sink-tokens 64 --window-tokens 256 --steps 3 --tau 0.02 --epochs 2 --quantile 0.9 --seed 0"
     )
     said = capsys.readouterr().out
     assert "window 4 of 4 (prose 0)" in said

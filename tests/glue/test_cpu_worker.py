@@ -1,13 +1,16 @@
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.glue.bare_worker import bare_worker
+from vllm_hybrid_sparse.glue import cpu_worker
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker
 
@@ -53,3 +56,29 @@ def test_shutdown_ends_the_thread_that_trims(monkeypatch: pytest.MonkeyPatch) ->
 
     assert threading.active_count() == before
     assert ended == ["vLLM's"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "isas", "dtype", "said"),
+    [
+        ("x86_64", ["scalar", "avx2", "avx512"], torch.bfloat16, True),
+        ("x86_64", ["scalar", "avx2", "avx512"], torch.float32, False),
+        ("x86_64", ["scalar", "avx2", "avx512", "avx512_bf16"], torch.bfloat16, False),
+        ("aarch64", ["scalar"], torch.bfloat16, False),
+    ],
+)
+def test_a_slow_dtype_is_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, machine: str, isas: list[str], dtype: torch.dtype, said: bool
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(HostStoreWorker, "initialize_from_config", lambda *_: None)
+    monkeypatch.setattr(cpu_worker.platform, "machine", lambda: machine)
+    monkeypatch.setattr(cpu_worker, "supported_isas", lambda: isas)
+    monkeypatch.setattr(cpu_worker.logger, "info", lines.append)
+    requests = SimpleNamespace(follow=lambda _order: None)
+
+    bare_worker(
+        _runtime=SimpleNamespace(requests=requests), model_config=SimpleNamespace(dtype=dtype)
+    ).initialize_from_config(None)
+
+    assert [("--dtype float32" in line) for line in lines] == [True] * said

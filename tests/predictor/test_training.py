@@ -11,7 +11,7 @@ from vllm_hybrid_sparse.predictor.training import TrainingConfig, split_prompts,
 from vllm_hybrid_sparse.predictor.validation import validate
 
 LOG_BLK = np.log2([1, 16, 32, 64, 128])
-CONFIG = TrainingConfig(epochs=30, batch_heads=128)
+CONFIG = TrainingConfig(epochs=30, batch_heads=128, quantile=0.5)
 
 
 def prompt(seed: int, steps: int = 4) -> Samples:
@@ -66,6 +66,18 @@ def test_the_quantile_is_the_share_of_budgets_that_suffice(quantile: float) -> N
     config = TrainingConfig(epochs=10, batch_heads=128, quantile=quantile)
     predicted = train([samples], config, silent).predict(torch.zeros(1, 41)).base_budget
     assert float((noise <= float(predicted)).mean()) == pytest.approx(quantile, abs=0.05)
+
+
+@pytest.mark.parametrize(("quantile", "skipped"), [(0.5, True), (0.6, True), (0.8, False), (0.9, False)])
+def test_a_head_is_skipped_only_where_that_is_as_sure_as_the_quantile(quantile: float, skipped: bool) -> None:
+    """Seven of ten heads stream, and nothing in the features tells which."""
+    samples = prompt(0, steps=200)
+    streams = np.random.default_rng(0).permutation(np.arange(samples.budgets[..., 0].size) % 10 < 7)
+    budgets = np.where(streams.reshape(samples.budgets.shape[:-1])[..., None], 0, np.float32(0.25)).repeat(5, axis=-1)
+    samples = Samples(np.zeros_like(samples.features), budgets, budgets[..., 1:], samples.host_tokens)
+    config = TrainingConfig(epochs=10, batch_heads=128, quantile=quantile)
+    predicted = train([samples], config, silent).predict(torch.zeros(1, 41))
+    assert bool(predicted.streaming >= 0.5) is skipped
 
 
 def test_constant_features_are_left_out() -> None:

@@ -133,7 +133,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
         ("epochs", 40, "passes over the samples"),
         ("seed", 0, "of everything drawn"),
         ("tau", 0.1, "largest output error of a head, as a share of the layer's largest head output"),
-        ("quantile", 0.5, "share of heads whose predicted budget shall suffice; 0.5 is the median"),
+        ("quantile", 0.9, "share of heads whose budget shall suffice, and how sure a head without one must be"),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{meaning} (default %(default)s)")
 

@@ -1,17 +1,25 @@
 """vLLM's CPU worker over a host store."""
 
 import os
+import platform
 from typing import Any
 
+import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_hybrid_sparse.glue.worker import HostStoreWorker
+from vllm_hybrid_sparse.glue.worker import HostStoreWorker, logger
+from vllm_hybrid_sparse.kernels.paged_attention.native import supported_isas
 from vllm_hybrid_sparse.memory.heap import IdleTrimmer, glibc_trim
 
 _ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 # vLLM has every matrix product keep its code for the 32 numbers of tokens that it met last, and a model has five kinds
 # of product. oneDNN keeps 1024 by itself: ever more pieces of heap between the tensors of prompts, so that it grows.
 _ONEDNN_CACHED = 5 * 32
+
+
+def lacks_bf16() -> bool:
+    """Whether this is an x86 CPU without instructions for bfloat16 products; those with AMX have AVX-512's, too."""
+    return platform.machine() == "x86_64" and "avx512_bf16" not in supported_isas()
 
 
 class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
@@ -26,6 +34,11 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
         """Make the host store ready, and learn from the runner which requests a step has."""
         super().initialize_from_config(kv_cache_config)
         self._runtime.requests.follow(lambda: self.model_runner.input_batch.req_ids)
+        if self.model_config.dtype == torch.bfloat16 and lacks_bf16():
+            logger.info(
+                "hybrid_sparse: this CPU has no bfloat16 instructions, which makes prompts and steps of several requests "
+                "slow; --dtype float32 avoids that, at twice the memory"
+            )
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """The forward pass of one step; when steps rest, what prompts left of the heap goes back to the system."""

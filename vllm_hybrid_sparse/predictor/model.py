@@ -97,7 +97,7 @@ class HeadProperties:
 
     base_budget: Tensor  # [heads]
     growth: Tensor  # [heads]
-    streaming: Tensor  # [heads] the probability that the head is a streaming head
+    streaming: Tensor  # [heads] at least 0.5 where the head is taken for a streaming head; in [0, 1]
 
 
 class Predictor(nn.Module):
