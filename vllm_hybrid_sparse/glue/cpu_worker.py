@@ -36,8 +36,8 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
         self._runtime.requests.follow(lambda: self.model_runner.input_batch.req_ids)
         if self.model_config.dtype == torch.bfloat16 and lacks_bf16():
             logger.info(
-                "hybrid_sparse: this CPU has no bfloat16 instructions, which makes prompts and steps of several requests "
-                "slow; --dtype float32 avoids that, at twice the memory"
+                "hybrid_sparse: this CPU has no bfloat16 instructions, which makes prompts and steps of several "
+                "requests slow; --dtype float32 avoids that, at twice the memory"
             )
 
     def execute_model(self, scheduler_output: Any) -> Any:
