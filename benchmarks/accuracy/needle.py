@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
 from tokenizers import Tokenizer
 
@@ -48,6 +49,16 @@ POLICIES: dict[str, dict[str, object] | None] = {
 }
 
 
+class PolicyResult(TypedDict):
+    """What one policy answered, prompt by prompt."""
+
+    policy: str
+    settings: dict[str, object] | None  # None: stock vLLM
+    found: list[bool]
+    answers: list[str]
+    share_read: float | None  # of the KV bytes, in decode steps
+
+
 def ask(server: Server, tokenizer: Tokenizer, prompts: Sequence[NeedlePrompt]) -> list[str]:
     """Return the model's answers, one prompt after another."""
     answers = []
@@ -72,7 +83,7 @@ def measure(
     prompts: Sequence[NeedlePrompt],
     dtype: str,
     log_path: Path,
-) -> dict[str, object]:
+) -> PolicyResult:
     """Serve stock vLLM (None) or ours with `settings`, ask everything and return what was found."""
     args = [*serve_args(MODEL_TOKENS, MODEL_TOKENS + 1024, filled=False, dtype=dtype), "--enforce-eager"]
     if settings is not None:
@@ -85,12 +96,12 @@ def measure(
     return {"policy": policy, "settings": settings, "found": found, "answers": answers, "share_read": share_read}
 
 
-def show(prompts: Sequence[NeedlePrompt], results: Sequence[dict[str, object]], lengths: Sequence[int]) -> str:
+def show(prompts: Sequence[NeedlePrompt], results: Sequence[PolicyResult], lengths: Sequence[int]) -> str:
     """Return a table of needles found by policy and length."""
     rows = []
     for result in results:
-        found: list[bool] = result["found"]  # type: ignore[assignment]
-        row = [str(result["policy"])]
+        found = result["found"]
+        row = [result["policy"]]
         for length in lengths:
             hits = [hit for prompt, hit in zip(prompts, found, strict=True) if len(prompt.token_ids) == length]
             row.append(f"{sum(hits)} of {len(hits)}")

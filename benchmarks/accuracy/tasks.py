@@ -9,10 +9,10 @@ difference on, on their own. With `--out FILE` rows that it holds are kept and o
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tqdm import tqdm
@@ -118,7 +118,7 @@ def run_case(
             text = tokenizer.decode(said.token_ids, skip_special_tokens=True)
             row = rows.add(identities[name], measured(said, text, prompt, full or said.token_ids))
         if name == FULL:
-            full = list(row["answer_ids"])  # type: ignore[call-overload]
+            full = list(cast("Sequence[int]", row["answer_ids"]))
         yield row
 
 

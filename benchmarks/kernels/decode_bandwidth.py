@@ -1,6 +1,6 @@
 """How much of the machine's read bandwidth the decode kernel reaches, counting only bytes that must be read.
 
-    python -m benchmarks.kernels.decode_bandwidth [--contexts 32768,131072] [--budgets 0.05,0.2,1]
+    python -m benchmarks.kernels.decode_bandwidth [--contexts 32768,131072] [--budgets 0.05,0.2,1] [--dtype f32]
 
 One request decodes over layers that together lie far beyond the caches. Every shape is checked against the reference
 before it is timed. Exits with 1 where a sparse budget stays below the bar.
@@ -21,6 +21,7 @@ from benchmarks.report import markdown_table, save, spread
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import SUMMARIES
 from vllm_hybrid_sparse.kernels.paged_attention.native import make_thread_pool
+from vllm_hybrid_sparse.memory.layout import TORCH_DTYPES
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 BAR = 0.70  # of the measured bandwidth, at sparse budgets
@@ -45,6 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--head-dims", default=[64, 128], type=separated(int))
     parser.add_argument("--groups", default=[1, 3, 4, 8], type=separated(int), help="query heads of a KV head")
     parser.add_argument("--summaries", default=list(SUMMARIES), type=separated(str), help="kinds of page summary")
+    parser.add_argument("--dtype", default="bf16", choices=TORCH_DTYPES, help="of queries and KV (%(default)s)")
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--threads", default=len(os.sched_getaffinity(0)), type=int)
     parser.add_argument("--helpers", default="own", choices=("own", "openmp"))
@@ -89,7 +91,14 @@ def main() -> int:
     ):
         if budget == 1 and summary != options.summaries[0]:
             continue  # reads no summaries
-        shape = Shape(head_dim=head_dim, group=group, kv_heads=KV_HEADS, budget_ratio=budget, summary=summary)
+        shape = Shape(
+            head_dim=head_dim,
+            group=group,
+            kv_heads=KV_HEADS,
+            budget_ratio=budget,
+            summary=summary,
+            dtype=options.dtype,
+        )
         check_step(shape, pool, options.isa)
         for tokens in options.contexts:
             ceilings = Ceilings(arena, pool, shape.layout.page_bytes)
@@ -118,14 +127,19 @@ def main() -> int:
                     "passed": rate >= BAR * in_order if budget < 1 else None,
                 }
             )
-    one_page = Shape(head_dim=64, group=3, kv_heads=3, budget_ratio=1.0, summary=SUMMARIES[0])
+    one_page = Shape(head_dim=64, group=3, kv_heads=3, budget_ratio=1.0, summary=SUMMARIES[0], dtype=options.dtype)
     calls_s, _ = time_steps(one_page, PAGE_TOKENS, arena[:_CALL_ARENA_BYTES], pool, options.isa, options.seconds)
     call_us = spread([second * 1e6 for second in calls_s])
-    isa = Shape(head_dim=64, group=1, kv_heads=1, budget_ratio=1.0, summary="minmax").attention(pool, options.isa).isa
+    isa = (
+        Shape(head_dim=64, group=1, kv_heads=1, budget_ratio=1.0, summary="minmax", dtype=options.dtype)
+        .attention(pool, options.isa)
+        .isa
+    )
     path = save(
         "decode_bandwidth",
         {
             "isa": isa,
+            "dtype": options.dtype,
             "threads": options.threads,
             "helpers": options.helpers,
             "bar": BAR,

@@ -15,7 +15,6 @@ from vllm_hybrid_sparse.memory.prefault import prefault
 from vllm_hybrid_sparse.policy.selectors import SpecSelector
 from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 
-DTYPE = torch.bfloat16
 BLOCK_TOKENS = 128
 RETAINED = RetainedSet()
 _CHECK_TOKENS = 2001  # the last page partly filled
@@ -31,6 +30,12 @@ class Shape:
     kv_heads: int
     budget_ratio: float  # of the candidate pages; 1 reads all of them without scoring
     summary: str
+    dtype: str = "bf16"  # of queries and KV: bf16 | f16 | f32
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch names it."""
+        return self.layout.torch_dtype
 
     @property
     def selection(self) -> SelectionSpec:
@@ -40,7 +45,7 @@ class Shape:
     @property
     def layout(self) -> BlockLayout:
         """Where the bytes of a block lie."""
-        return BlockLayout(dtype="bf16", head_dim=self.head_dim, block_tokens=BLOCK_TOKENS, summary=self.summary)
+        return BlockLayout(dtype=self.dtype, head_dim=self.head_dim, block_tokens=BLOCK_TOKENS, summary=self.summary)
 
     @property
     def block_bytes(self) -> int:
@@ -58,7 +63,7 @@ class Shape:
     def attention(self, pool: _native.ThreadPool, isa: str) -> NativeAttention:
         """The kernel of this shape."""
         return NativeAttention(
-            dtype=DTYPE,
+            dtype=self.torch_dtype,
             num_q_heads=self.kv_heads * self.group,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
@@ -85,7 +90,7 @@ def fill_blocks(shape: Shape, blocks: Tensor, attention: NativeAttention) -> Non
     made = min(_MADE_BLOCKS, len(blocks))
     tokens = made * BLOCK_TOKENS
     generator = torch.Generator().manual_seed(0)
-    key, value = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, generator=generator).to(DTYPE)
+    key, value = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, generator=generator).to(shape.torch_dtype)
     batch = NativeBatch.from_tensors(
         query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
         seq_lens=torch.tensor([tokens], dtype=torch.int32),
@@ -93,7 +98,7 @@ def fill_blocks(shape: Shape, blocks: Tensor, attention: NativeAttention) -> Non
         slot_mapping=torch.arange(tokens),
         decode_mask=torch.tensor([False]),
     )
-    query = torch.zeros(tokens, shape.kv_heads * shape.group, shape.head_dim, dtype=DTYPE)
+    query = torch.zeros(tokens, shape.kv_heads * shape.group, shape.head_dim, dtype=shape.torch_dtype)
     attention.forward(query, key, value, blocks[:made], batch, shape.selection, RETAINED, torch.empty_like(query))
     for start in range(made, len(blocks), made):
         part = blocks[start : start + made]
@@ -115,8 +120,8 @@ def check_step(shape: Shape, pool: _native.ThreadPool, isa: str) -> None:
     """Append a request's tokens, decode its last one and compare with the reference; AssertionError where it is off."""
     generator = torch.Generator().manual_seed(1)
     q_heads, tokens = shape.kv_heads * shape.group, _CHECK_TOKENS
-    query = torch.randn(tokens, q_heads, shape.head_dim, generator=generator).to(DTYPE)
-    key, value = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, generator=generator).to(DTYPE)
+    query = torch.randn(tokens, q_heads, shape.head_dim, generator=generator).to(shape.torch_dtype)
+    key, value = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, generator=generator).to(shape.torch_dtype)
     num_blocks = -(-tokens // BLOCK_TOKENS)
     cache = torch.full((num_blocks, shape.block_bytes), 0xFF, dtype=torch.uint8)
     block_ids = torch.randperm(num_blocks, generator=generator)
@@ -165,7 +170,9 @@ def time_steps(
     attention.reset_stats()
     generator = torch.Generator().manual_seed(2)
     batch = one_row_batch(tokens, torch.randperm(num_blocks, generator=generator))
-    queries = torch.randn(layers, 1, shape.kv_heads * shape.group, shape.head_dim, generator=generator).to(DTYPE)
+    queries = torch.randn(layers, 1, shape.kv_heads * shape.group, shape.head_dim, generator=generator).to(
+        shape.torch_dtype
+    )
     output = torch.empty_like(queries[0])
     selection = native_selection(shape.selection, RETAINED)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypedDict
 
 from tokenizers import Tokenizer
 
@@ -32,6 +33,21 @@ SIDES = ("stock", "ours")
 
 Key = tuple[str, str, str, str]  # case, policy, threads, side
 Prompts = Callable[[Case, int], list[list[int]]]
+
+
+class Row(TypedDict):
+    """One figure of a case and policy, each side at its best thread setting."""
+
+    case: str
+    policy: str
+    figure: str  # tpot_ms or ttft_ms
+    stock: dict[str, float]  # a `spread`
+    stock_threads: str
+    ours: dict[str, float]
+    our_threads: str
+    stock_over_ours: float
+    bar: float | None
+    passed: bool | None
 
 
 def say(text: str) -> None:
@@ -119,9 +135,9 @@ def best(samples: dict[Key, Samples], case: str, policy: str, side: str, what: s
     return min(found.items(), key=lambda item: item[1]["p50"])
 
 
-def summarise(samples: dict[Key, Samples], cases: list[Case], policies: list[str]) -> list[dict[str, object]]:
+def summarise(samples: dict[Key, Samples], cases: list[Case], policies: list[str]) -> list[Row]:
     """Return one row for every figure of a case and policy that was measured, each side at its best thread setting."""
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     measured = {(name, policy) for name, policy, _, _ in samples}
     for case, policy, what in itertools.product(cases, policies, ("tpot_ms", "ttft_ms")):
         if (case.name, policy) not in measured:
@@ -149,7 +165,7 @@ def summarise(samples: dict[Key, Samples], cases: list[Case], policies: list[str
     return rows
 
 
-def show(rows: list[dict[str, object]]) -> str:
+def show(rows: list[Row]) -> str:
     """Return the rows as a table."""
 
     def times(entry: dict[str, float], threads: str) -> str:
@@ -159,14 +175,14 @@ def show(rows: list[dict[str, object]]) -> str:
         ("case", "policy", "figure", "stock p50 (p20–p80) threads", "ours", "stock ÷ ours", "bar", "result"),
         [
             (
-                str(row["case"]),
-                str(row["policy"]),
-                str(row["figure"]).replace("_", ", "),
-                times(row["stock"], str(row["stock_threads"])),  # type: ignore[arg-type]
-                times(row["ours"], str(row["our_threads"])),  # type: ignore[arg-type]
+                row["case"],
+                row["policy"],
+                row["figure"].replace("_", ", "),
+                times(row["stock"], row["stock_threads"]),
+                times(row["ours"], row["our_threads"]),
                 f"{row['stock_over_ours']:.2f}",
                 "" if row["bar"] is None else f"{row['bar']:.2f}",
-                {None: "", True: "pass", False: "MISSED"}[row["passed"]],  # type: ignore[index]
+                {None: "", True: "pass", False: "MISSED"}[row["passed"]],
             )
             for row in rows
         ],
@@ -198,7 +214,7 @@ def main() -> int:
     model = options.model or model_dir()
     policies = options.policies.split(",")
     samples: dict[Key, Samples] = {}
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     path: Path | None = None
     for policy in policies:
         for threads, together in groups(cases, options.threads):
