@@ -1,11 +1,15 @@
 #include "rank.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace hybrid_sparse {
 namespace {
 
 constexpr int kBuckets = 1024;
+
+// What is read where scores that are not finite have spoilt the buckets.
+void first_pages(int wanted, int first_page, int32_t* out) { std::iota(out, out + wanted, first_page); }
 
 }  // namespace
 
@@ -42,6 +46,7 @@ void select_best(const Kernels& kernels, const float* scores, int count, int wan
   const int near = kernels.take_near(scores, count, edges.highest, below, found);
   for (int n = 0; n < near; ++n)
     if (bucket_of[found[n]] == bucket) last_bucket.push_back({scores[found[n]], found[n]});
+  if (static_cast<int>(last_bucket.size()) < wanted - above) return first_pages(wanted, first_page, out);
   const auto last = last_bucket.begin() + (wanted - above - 1);
   std::nth_element(last_bucket.begin(), last, last_bucket.end());
   const ScoredPage cut = *last;
@@ -52,6 +57,7 @@ void select_best(const Kernels& kernels, const float* scores, int count, int wan
     if (taken < wanted) out[taken] = first_page + here.page;  // overwritten unless taken
     taken += take;
   }
+  if (taken < wanted) first_pages(wanted, first_page, out);
 }
 
 void RankedPages::build(const Kernels& kernels, const float* scores, int count, int first_page) {

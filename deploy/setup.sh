@@ -56,6 +56,8 @@ install_cpu_vllm() {
 install_cuda_vllm() {
   say "vLLM $VLLM_VERSION for CUDA (several GB to download)"
   pip_install "vllm==$VLLM_VERSION" flashinfer-python
+  "$VENV/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
+    fail "torch in $VENV is no CUDA build: delete $VENV and try again"
 }
 
 install_tools() {
@@ -85,11 +87,17 @@ main() {
     local python
     python=$(find_python)
     say "new $VENV with $("$python" --version)"
-    "$python" -m venv "$VENV"
+    "$python" -m venv "$VENV" || {
+      rm -rf "$VENV"
+      fail "$python cannot make a virtual environment (Debian: apt install python3-venv)"
+    }
   fi
   mkdir -p "$STAMPS"
   exec 9>"$VENV/setup.lock" # two targets may be made at once
   flock 9
+  [[ ! -f $STAMPS/device || $(<"$STAMPS/device") == "$device" ]] ||
+    fail "$VENV holds vLLM for $(<"$STAMPS/device"), and DEVICE is $device: delete $VENV and try again"
+  printf '%s' "$device" >"$STAMPS/device"
   local python_version
   python_version=$("$VENV/bin/python" --version)
   run_step vllm "install_${device}_vllm" \

@@ -259,6 +259,9 @@ def merge_cases(machine: Machine, rows: int) -> Iterator[Case]:
         )
 
 
+_MOST_RUNS = 1 << 16
+
+
 def progressive_case(machine: Machine, rows: int, pages: int, microbatch_pages: int, *, missing: bool) -> Case:
     """All microbatches of a layer, none of them stopping early: what launching costs, or loading beside computing.
 
@@ -270,6 +273,8 @@ def progressive_case(machine: Machine, rows: int, pages: int, microbatch_pages: 
     candidates = torch.full(slots.shape[:2], pages, dtype=torch.int32, device=machine.device)
     scale = machine.head_dim**-0.5
     offsets = slots.long() * (2 * PAGE_TOKENS * machine.head_dim)
+    # One flag a run, since the last kernels of a run may write theirs while the next one is being launched.
+    stops = iter(torch.zeros(_MOST_RUNS, 1, dtype=torch.int32, pin_memory=machine.device.type == "cuda"))
 
     def run() -> Tensor:
         loader = None
@@ -291,6 +296,7 @@ def progressive_case(machine: Machine, rows: int, pages: int, microbatch_pages: 
             threshold=1.0,
             microbatch_pages=microbatch_pages,
             loader=loader,
+            stop=next(stops),
         )
         return out
 

@@ -181,6 +181,27 @@ def test_a_bad_option_is_refused_before_any_server_is_asked(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("option", ["out", "save-trace"])
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
+    option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for path in (tmp_path / "missing" / "r", tmp_path):
+        assert bench("--url", URL, *PROSE, "--rate", "1", f"--{option}", str(path)) == 1
+        assert f"{option}={path}: must be a file in a folder that exists" in capsys.readouterr().err
+
+
+def test_prompts_that_a_cache_may_hold_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": [5, 6], "max_tokens": 2}\n')
+    options = ("--trace", str(trace), "--clients", "1", "--warm-up", "1", "--out", str(tmp_path / "r"))
+    with serving() as server:
+        assert bench("--url", server.url, *options) == 0
+        assert "a server's prefix cache may hold them" in capsys.readouterr().err
+        trace.write_text('{"prompt": "a b", "max_tokens": 2}\n')
+        assert bench("--url", server.url, *options) == 0
+        assert "prefix cache may hold" not in capsys.readouterr().err
+
+
 def test_a_malformed_line_of_a_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t").write_text('{"prompt": "a", "max_tokens": 1}\nnot json\n')
     assert bench("--url", URL, "--trace", str(tmp_path / "t"), "--rate", "1") == 1

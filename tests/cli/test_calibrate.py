@@ -2,6 +2,7 @@
 
 import random
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from vllm_hybrid_sparse.cli import calibrate as calibrate_module
 from vllm_hybrid_sparse.cli.calibration_texts import file_windows, prose_window
 from vllm_hybrid_sparse.cli.collect import SamplingPlan, collect_window
 from vllm_hybrid_sparse.cli.main import main
+from vllm_hybrid_sparse.cli.model_digest import model_digest
 from vllm_hybrid_sparse.cli.prose import prose
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
@@ -133,6 +135,15 @@ def test_work_of_another_calibration_is_refused(
     for option, value, name in (("--tau", "0.05", "tau"), ("--steps", "4", "steps"), ("--skip-tokens", "9", "windows")):
         assert main(arguments(model_folder, text, out, option, value)) == 1
         assert f"holds samples of another {name}; name another folder or delete it" in capsys.readouterr().err
+    other = tmp_path / model_folder.name
+    shutil.copytree(model_folder, other)
+    assert model_digest(str(other)) == model_digest(str(model_folder))
+    (weights,) = other.glob("*.safetensors")
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    assert main(arguments(other, text, out)) == 1
+    assert "holds samples of another model_digest; name another folder or delete it" in capsys.readouterr().err
     assert out.read_bytes() == before
     assert main(arguments(model_folder, text, out, "--epochs", "1")) == 0  # training alone may differ
     assert out.read_bytes() != before

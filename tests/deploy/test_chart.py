@@ -86,6 +86,12 @@ def test_a_schema_error_would_be_seen() -> None:
         validate.validate(deployment, KUBERNETES, strict=True)
 
 
+def test_a_pod_is_replaced_without_a_second_one_beside_it() -> None:
+    assert render({})["Deployment"]["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    recreate = render({"strategy": {"type": "Recreate", "rollingUpdate": None}})
+    assert recreate["Deployment"]["spec"]["strategy"] == {"type": "Recreate"}
+
+
 def test_memory_is_the_sum_of_its_parts_and_the_pod_is_guaranteed() -> None:
     memory = {"kvCacheGiB": 200, "weightsGiB": 15, "packedGiB": 20, "overheadGiB": 8, "sharedGiB": 2}
     objects = render({"memory": memory, "cpu": {"cores": 24}})

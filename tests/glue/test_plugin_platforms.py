@@ -47,7 +47,7 @@ def platform_of(monkeypatch: pytest.MonkeyPatch, *, on_cuda: bool) -> Any:
 
 def config_of(backend: Any, **changes: Any) -> Any:
     given: dict[str, Any] = {
-        "attention_config": SimpleNamespace(backend=backend),
+        "attention_config": SimpleNamespace(backend=backend, backend_per_kind={}),
         "parallel_config": SimpleNamespace(worker_cls="auto", enable_dbo=False),
         "scheduler_config": SimpleNamespace(async_scheduling=True, scheduler_cls=None),
         "additional_config": {},
@@ -103,6 +103,29 @@ def test_a_policy_that_cuda_does_not_serve_is_refused_before_a_worker_starts(mon
     with pytest.raises(ConfigError, match="attends to pages, and the policy is hgca"):
         platform.check_and_update_config(config)
     assert platform.asked == []
+
+
+def test_a_backend_for_some_kinds_of_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = platform_of(monkeypatch, on_cuda=False)
+    chosen = SimpleNamespace(backend=None, backend_per_kind={"full_attention": member()})
+    with pytest.raises(ConfigError, match=r"attention_config\.backend_per_kind: hybrid_sparse serves all layers"):
+        platform.check_and_update_config(config_of(None, attention_config=chosen))
+
+
+@pytest.mark.usefixtures("no_loggers")
+def test_the_newer_model_runner_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(member(), use_v2_model_runner=True)
+    with pytest.raises(ConfigError, match=r"VLLM_USE_V2_MODEL_RUNNER=1 .*: must be 0 without a GPU"):
+        platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
+    platform_of(monkeypatch, on_cuda=True).check_and_update_config(config)
+
+
+def test_a_layer_whose_prompts_are_not_causal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_hybrid_sparse.glue.backend import HybridSparseBackend  # noqa: PLC0415
+
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config_of(member()))
+    with pytest.raises(ConfigError, match="non_causal=True: prefix-LM prompts are not supported"):
+        HybridSparseBackend.customize_spec(SimpleNamespace(non_causal=True))  # type: ignore[arg-type]
 
 
 def test_on_cuda_vllm_asks_the_backend_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,3 +50,36 @@ def test_one_far_off_page_leaves_all_others_in_one_bucket(isa: str, wanted: int)
 
 def test_of_equal_scores_the_first_pages_are_read(isa: str) -> None:
     assert pages_read(isa, torch.full((100,), -3.5), 10) == list(range(10))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("spoilt", [slice(None), slice(20, 60), slice(99, None)])
+@pytest.mark.parametrize("wanted", [1, 10, 70])
+def test_scores_that_are_not_finite_end_in_as_many_pages_as_asked_for(
+    isa: str, bad: float, spoilt: slice, wanted: int
+) -> None:
+    """A model that has overflowed answers nonsense, and takes no other request with it."""
+    scores = torch.randn(100)
+    scores[spoilt] = bad
+    read = pages_read(isa, scores, wanted)
+    assert len(read) == wanted
+    assert sorted(set(read)) == read
+    assert 0 <= read[0] <= read[-1] < 100
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_threshold_over_scores_that_are_not_finite_comes_to_an_end(isa: str, bad: float) -> None:
+    scores = torch.randn(300)
+    scores[torch.arange(0, 300, 3)] = bad
+    shape = Shape(isa=isa, dtype=torch.float32, **SHAPE)
+    layer = ServedLayer(shape, num_blocks=160)
+    request = layer.start()
+    tokens = torch.zeros(16 * 300 + 15, 3, 16)
+    tokens[: 16 * 300, 1, 0] = scores.repeat_interleave(16)
+    layer.step([(request, len(tokens))], tokens=tokens)
+    last = torch.zeros(1, 3, 16)
+    last[0, 0, 0] = 1.0
+    layer.step([(request, 1)], selection=SelectionSpec(ranked=True, threshold=0.9), retained=RETAINED, tokens=last)
+    read = layer.attention.last_plan(0, 0)
+    assert sorted(set(read)) == sorted(read)
+    assert all(0 <= page < 300 for page in read)

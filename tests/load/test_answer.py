@@ -120,3 +120,26 @@ def test_a_finish_reason_without_done_is_an_end() -> None:
 def test_a_stream_that_makes_no_sense_or_breaks_off_is_an_error(pieces: list[bytes], said: str) -> None:
     with pytest.raises(StreamError, match=said):
         read(*pieces)
+
+
+def test_a_usage_of_zeros_beside_text_is_no_count() -> None:
+    zeros = usage(0)
+    answer = read(token("a", usage=zeros), token("b", usage=zeros), token("c", "stop", zeros), total(3), DONE)
+    assert answer.arrivals == [(1.0, 1), (2.0, 1), (3.0, 1)]
+    assert (answer.tokens, answer.counted) == (3, Counted.TOTAL)
+    never = read(token("a", usage=zeros), token("b", "stop", zeros), DONE)
+    assert (len(never.arrivals), never.tokens, never.counted) == (2, 2, Counted.CHUNKS)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_the_server_broke_off_is_no_answer(reason: str) -> None:
+    with pytest.raises(StreamError, match=f"broke the answer off .finish reason {reason}"):
+        read(token("a"), token("", reason), DONE)
+
+
+def test_halves_of_a_character_are_put_together_and_a_lone_one_replaced() -> None:
+    whole = read(token("a\ud83d"), token("\ude00b", "stop"), DONE).text
+    assert whole == "a\U0001f600b"
+    lone = read(token("a\ud83d"), token("b", "stop"), DONE).text
+    assert lone.encode()
+    assert (lone[0], lone[-1], len(lone)) == ("a", "b", 3)

@@ -145,6 +145,13 @@ def test_requests_that_the_server_observes_late_are_waited_for() -> None:
     assert measured.observed.total == 3
 
 
+@pytest.mark.parametrize("observed", [1, 2, 4, 300])
+def test_queue_times_of_other_requests_than_the_run_s_are_not_taken(observed: int) -> None:
+    with serving() as server:
+        server.metrics = [exposed(5), *[exposed(5 + observed)] * 200]  # another replica's, or others' requests as well
+        assert measure(server.url).observed is None
+
+
 @pytest.mark.parametrize("before", [None, "# nothing\n", exposed(9)])
 def test_a_server_without_usable_queue_times_has_none(before: str | None) -> None:
     def answer(server: FakeServer, body: dict[str, object]) -> Reply:

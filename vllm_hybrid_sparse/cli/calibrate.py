@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from vllm_hybrid_sparse.cli.calibration_texts import TextWindow, file_windows, prose_window
 from vllm_hybrid_sparse.cli.collect import SamplingPlan, collect_window
+from vllm_hybrid_sparse.cli.model_digest import model_digest
 from vllm_hybrid_sparse.cli.progress import Progress
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.hf.shape import model_shape
@@ -154,6 +155,7 @@ def _claim_work_folder(options: CalibrationOptions, shape: ModelShape, windows: 
     """Write down what the samples depend on, or compare it with what is written there."""
     manifest: dict[str, Any] = {
         "model": Path(options.model).name,
+        "model_digest": model_digest(options.model),
         **asdict(shape),
         **asdict(options.plan),
         **asdict(options.retained),

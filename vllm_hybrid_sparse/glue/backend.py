@@ -7,6 +7,7 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.registration import BACKEND_NAME
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES
@@ -66,11 +67,17 @@ class HybridSparseBackend(AttentionBackend):
         """The spec with room for the summaries in every block, so that vLLM's capacity figures count them.
 
         A block stores each KV head as [block_tokens, state_content_bytes], which we lay out ourselves
-        (`memory/layout.py`): K and V of a token, and a sixteenth of its page's summary.
+        (`memory/layout.py`): K and V of a token, and a sixteenth of its page's summary. Raises ConfigError for a layer
+        whose prompts see what comes after them, and for a worker of another backend's.
         """
-        from vllm.config import get_current_vllm_config  # noqa: PLC0415
+        from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415
 
-        settings = settings_of(get_current_vllm_config())
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is None:  # vLLM's own workers make none current here
+            raise ConfigError("worker_cls: must be auto, or a subclass of the worker that the backend hybrid_sparse brings")
+        if getattr(spec, "non_causal", False):
+            raise ConfigError("non_causal=True: prefix-LM prompts are not supported (attention backend hybrid_sparse)")
+        settings = settings_of(vllm_config)
         element_bytes = spec.dtype.itemsize
         page_summary = summary_bytes(settings.page_summary, spec.head_size, element_bytes, settings.page_code_bits)
         content_bytes = 2 * spec.head_size * element_bytes + page_summary // PAGE_TOKENS

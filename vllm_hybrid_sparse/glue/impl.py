@@ -18,6 +18,9 @@ from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 
 
+_WITHOUT_EFFECT = ("layer_idx",)  # what vLLM tells some layers, and attention does not depend on
+
+
 class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
     """Appends the step's keys and values and attends, in one native call or sharing decode rows with a device.
 
@@ -44,7 +47,8 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             ("alibi_slopes", alibi_slopes, "ALiBi position biases are not supported"),
             ("sliding_window", sliding_window, "sliding-window attention is not supported"),
             ("logits_soft_cap", logits_soft_cap or None, "soft-capped attention logits are not supported"),
-            ("sinks", extra.get("sinks"), "learned attention sinks are not supported"),
+            ("sinks", extra.pop("sinks", None), "learned attention sinks are not supported"),
+            *((name, given, "not supported") for name, given in extra.items() if name not in _WITHOUT_EFFECT),
         ):
             if given is not None:
                 raise ConfigError(f"{name}: {why} (attention backend hybrid_sparse)")

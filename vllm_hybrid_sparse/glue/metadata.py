@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
@@ -50,6 +51,8 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
     ) -> HybridSparseMetadata:
         """A request decodes, and so attends sparsely, once its whole prompt is cached; before that it is exact."""
         meta = common_attn_metadata
+        if meta.causal is not True:
+            raise ConfigError("causal=False: non-causal attention is not supported (attention backend hybrid_sparse)")
         if self._blocks is not None:
             return HybridSparseMetadata(self._device_batch(meta, self._blocks))
         requests = meta.num_reqs

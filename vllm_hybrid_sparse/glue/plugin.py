@@ -3,6 +3,7 @@
 from functools import wraps
 from typing import Any
 
+from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, is_selected, member
 
 CPU_WORKER_PATH = "vllm_hybrid_sparse.glue.cpu_worker.HybridSparseCPUWorker"
@@ -67,6 +68,11 @@ def hook_platform(platform: Any, *, on_cuda: bool) -> None:
         return BACKEND_PATH
 
     def check_and_update_config(cls: Any, /, vllm_config: Any) -> None:
+        if any(is_selected(backend) for backend in vllm_config.attention_config.backend_per_kind.values()):
+            raise ConfigError(
+                "attention_config.backend_per_kind: hybrid_sparse serves all layers of a model or none: choose it by "
+                "--attention-backend"
+            )
         if is_selected(vllm_config.attention_config.backend):
             from vllm_hybrid_sparse.glue.support import refuse_config  # noqa: PLC0415
 

@@ -34,6 +34,8 @@ def refuse_config(vllm_config: Any) -> None:
             _refuse_predictor(settings, vllm_config)
     if settings.device == "cuda":
         _refuse_on_cuda(vllm_config)
+    elif getattr(vllm_config, "use_v2_model_runner", False):
+        _refuse("VLLM_USE_V2_MODEL_RUNNER", "1 (the default with triton-cpu)", "must be 0 without a GPU")
 
 
 def _refuse_on_cuda(vllm_config: Any) -> None:
@@ -69,6 +71,7 @@ def _refuse_model(model: Any) -> None:
     for name, why in (
         ("attn_logit_softcapping", "soft-capped attention logits are not supported"),
         ("attention_chunk_size", "chunked local attention is not supported"),
+        ("dual_chunk_attention_config", "dual-chunk attention is not supported"),
     ):
         if getattr(text, name, None):
             _refuse(name, getattr(text, name), why)

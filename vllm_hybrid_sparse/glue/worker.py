@@ -135,6 +135,11 @@ class HostStoreWorker(WorkerBase):
             self._runtime.close()
         super().shutdown()
 
+    def failed_loads(self) -> int:
+        """Loads to the device that failed since the start, whose pages the host attended to."""
+        tier = self._runtime.device_tier
+        return 0 if tier is None else tier.failures
+
     def _report(self, stats: DecodeStats, tiers: TierStats | None) -> WorkerReport:
         return WorkerReport(
             decode=stats,

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 from vllm_hybrid_sparse.load.sse import EventDecoder, StreamError
 
 
+_BROKEN_OFF = ("abort", "error")  # finish reasons
+
+
 class Arrival(NamedTuple):
     """Tokens that came together."""
 
@@ -25,9 +28,9 @@ class Counted(StrEnum):
 class Answer:
     """Reads one streamed answer of /v1/completions or /v1/chat/completions.
 
-    A chunk is an arrival where its usage, or its list of token ids, has grown. Where a server sends neither, it is one
-    where it holds text, or is empty and neither opens nor closes the answer: text is held back while a character is
-    incomplete.
+    A chunk is an arrival where its usage, or its list of token ids, has grown. Where a server sends neither, or a usage
+    that is still 0 beside text, it is one where it holds text, or is empty and neither opens nor closes the answer: text
+    is held back while a character is incomplete.
     """
 
     def __init__(self) -> None:
@@ -44,20 +47,20 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What has come so far."""
-        return "".join(self._pieces)
+        """What has come so far; halves of a character that came in two chunks are put together."""
+        return _whole("".join(self._pieces))
 
     @property
     def counted(self) -> Counted:
         """Where `tokens` comes from."""
         if self._each_chunk:
             return Counted.EACH_CHUNK
-        return Counted.CHUNKS if self._usage_tokens is None else Counted.TOTAL
+        return Counted.TOTAL if self._usage_tokens else Counted.CHUNKS
 
     @property
     def tokens(self) -> int:
         """Output tokens so far, as far as the server tells."""
-        if self._usage_tokens is not None:
+        if self._usage_tokens:
             return self._usage_tokens
         return sum(arrival.tokens for arrival in self.arrivals)
 
@@ -70,11 +73,16 @@ class Answer:
                 self._take(_parse(data), now_s)
 
     def finish(self) -> None:
-        """Take note that the stream has ended; StreamError where it ended too early or no token came."""
+        """Take note that the stream has ended; StreamError where it ended too early or no token came.
+
+        vLLM ends an answer that it breaks off, when it is told to stop or to pause, in the same orderly way as a whole one.
+        """
         if self._decoder.unfinished:
             raise StreamError("the stream ended inside an event")
         if not self._done and self.finish_reason is None:
             raise StreamError("the stream ended before [DONE] and without a finish reason")
+        if self.finish_reason in _BROKEN_OFF:
+            raise StreamError(f"the server broke the answer off (finish reason {self.finish_reason})")
         if not self.arrivals and self._usage_tokens and self._closing_s is not None:
             self.add(self._closing_s, 1)  # all that was generated is the token that ends the answer
         if not self.arrivals:
@@ -86,9 +94,8 @@ class Answer:
 
     def _take(self, event: dict[str, Any], now_s: float) -> None:
         if error := event.get("error"):
-            raise StreamError(
-                f"the server reports: {error.get('message', error) if isinstance(error, dict) else error}"
-            )
+            message = error.get("message", error) if isinstance(error, dict) else error
+            raise StreamError(_whole(f"the server reports: {message}"))
         usage, choices = event.get("usage"), event.get("choices")
         grown = self._take_usage(usage) if isinstance(usage, dict) else None
         if not choices:
@@ -107,7 +114,9 @@ class Answer:
         self._pieces.append(text)
         closing = choice.get("finish_reason") is not None
         if closing:
-            self.finish_reason, self._closing_s = str(choice["finish_reason"]), now_s
+            self.finish_reason, self._closing_s = _whole(str(choice["finish_reason"])), now_s
+        if text and self._usage_tokens == 0 and "token_ids" not in choice:
+            self._each_chunk = False  # some servers send a usage of zeros until the end
         if not self._each_chunk:
             held_back = not (closing or "role" in content)
             grown = int(bool(text or content.get("tool_calls")) or held_back)
@@ -135,6 +144,11 @@ def _parse(data: str) -> dict[str, Any]:
     if not isinstance(event, dict):
         raise StreamError(f"an event is not an object: {data!r:.80}")
     return event
+
+
+def _whole(text: str) -> str:
+    """Return text that UTF-8 can hold: JSON may name halves of a character alone."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _text(content: dict[str, Any]) -> str:

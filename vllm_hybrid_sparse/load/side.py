@@ -140,7 +140,11 @@ class Side:
         begun = time.time()
         run = await run_load(Client(self._session, self.target), requests, schedule, stop=stop, report=report)
         answered = sum(record.ok for record in run.records)
-        return Measured(run, await self._observed(before, answered), begun)
+        observed = await self._observed(before, answered)
+        sent = sum(record.sendings for record in run.records)
+        if observed is not None and not answered <= observed.total <= sent:
+            observed = None  # of another replica, or of others' requests too: then the clients' estimate is the better one
+        return Measured(run, observed, begun)
 
     async def queue_times(self) -> Histogram | None:
         """Return the server's histogram of queueing delays; None where it exposes none."""

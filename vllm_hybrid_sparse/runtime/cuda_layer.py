@@ -62,6 +62,8 @@ class CudaLayers:
             self._store(store, key, value, chunk)
         for chunk in batch.chunks:
             self._prefill.attend(query, key, value, self._tier.source(kv_cache), chunk, output)
+        if batch.chunks:  # a captured graph uses the memory of keys and values again without asking torch's allocator
+            current_queue(self._device).follow(self._queue.mark())
         if stored is None:
             self.tiered.drop_pages(layer, batch.decode.written_pages)
             return

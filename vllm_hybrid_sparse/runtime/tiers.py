@@ -52,8 +52,10 @@ class DeviceTier:
         """
         self.settings = settings
         self._layer_of = {address: layer for layer, address in enumerate(_addresses(kv_caches))}
+        stored_pages = sum(len(kv_cache) for kv_cache in kv_caches) * attention.num_kv_heads * attention.layout.pages_per_block
         shape = PoolShape(
-            capacity_pages=settings.device_pool_pages or device_bytes // attention.layout.page_bytes,
+            capacity_pages=settings.device_pool_pages
+            or min(device_bytes // attention.layout.page_bytes, stored_pages),  # more slots than pages hold nothing
             layers=len(self._layer_of),
             head_dim=attention.head_dim,
             dtype=attention.dtype,
@@ -83,7 +85,7 @@ class DeviceTier:
         self._stats = TierStats()
         self._decode_stats = DecodeStats()
         self._evictions = 0
-        self._failure_is_logged = False
+        self.failures = 0  # loads that failed since the start
 
     @property
     def groups_at_once(self) -> int:
@@ -126,9 +128,9 @@ class DeviceTier:
 
     def report_failure(self, error: Exception) -> None:
         """Log the first failed load; all are counted, and the host does what they were for."""
-        if not self._failure_is_logged:
+        if not self.failures:
             logger.warning("hybrid_sparse: %s; the host attends to these pages, and later failures are counted", error)
-            self._failure_is_logged = True
+        self.failures += 1
 
     def take_stats(self) -> TierStats:
         """What device and host did since the last call."""
