@@ -49,7 +49,9 @@ CASES = {
     "small_pool": Case(settings={**EXACT, "device_pool_pages": 32, "admission": "none"}, env={}),
     "shared": Case(settings={**EXACT, "host_share": "queue"}, env={}),
     # Below 1, where the verifying kernel runs, and so near to it that what is dropped rounds away.
-    "threshold": Case(settings={**EXACT, "policy": "progressive", "threshold": NEARLY_ALL, "microbatch_pages": 4}, env={}),
+    "threshold": Case(
+        settings={**EXACT, "policy": "progressive", "threshold": NEARLY_ALL, "microbatch_pages": 4}, env={}
+    ),
     "runner_v1": Case(settings=EXACT, env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
 }
 

@@ -103,7 +103,8 @@ struct Kernels {
   // and one row keeps its scores). `lse`: [rows] receives the candidates' log-sum-exp; null together with `retained`.
   void (*group_scores)(const float* scores, int64_t stride, int rows, int count, const float* retained, float* lse,
                        float* out);
-  // out[i] = the bucket of scores[i], 0 for the highest of them to buckets - 1 for the lowest, evenly over their range.
+  // out[i] = the bucket of scores[i], 0 for the highest of them to buckets - 1 for the lowest, evenly over their range. Scores that
+  // are not finite fall into some bucket.
   ScoreBuckets (*bucket_scores)(const float* scores, int count, int buckets, uint16_t* out);
   // The indices, ascending, of the scores that are no more than `below` under `highest`; returns their number.
   int (*take_near)(const float* scores, int count, float highest, float below, int32_t* out);

@@ -180,9 +180,9 @@ static ScoreBuckets bucket_scores(const float* scores, int count, int buckets, u
   const int whole = count / 16 * 16;
   vf low = set1(__builtin_inff());
   vf high = set1(-__builtin_inff());
-  for (int i = 0; i < whole; i += 16) {
-    low = min(low, load(scores + i));
-    high = max(high, load(scores + i));
+  for (int i = 0; i < whole; i += 16) {  // of a score that is not a number, min and max take their second argument
+    low = min(load(scores + i), low);
+    high = max(load(scores + i), high);
   }
   float lowest = reduce_min(low);
   float highest = reduce_max(high);
@@ -192,7 +192,10 @@ static ScoreBuckets bucket_scores(const float* scores, int count, int buckets, u
   }
   const float spread = highest - lowest;
   const float factor = spread > 0.0f ? static_cast<float>(buckets - 1) / spread : 0.0f;
-  for (int i = 0; i < count; ++i) out[i] = static_cast<uint16_t>(static_cast<int>((highest - scores[i]) * factor));
+  for (int i = 0; i < count; ++i) {
+    const int bucket = static_cast<int>((highest - scores[i]) * factor);
+    out[i] = static_cast<uint16_t>(bucket < 0 ? 0 : bucket < buckets ? bucket : buckets - 1);
+  }
   return {highest, spread / static_cast<float>(buckets - 1)};
 }
 

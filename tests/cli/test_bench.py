@@ -196,7 +196,7 @@ def test_prompts_that_a_cache_may_hold_are_warned_of(tmp_path: Path, capsys: pyt
     options = ("--trace", str(trace), "--clients", "1", "--warm-up", "1", "--out", str(tmp_path / "r"))
     with serving() as server:
         assert bench("--url", server.url, *options) == 0
-        assert "a server's prefix cache may hold them" in capsys.readouterr().err
+        assert "prefix cache may hold them from the warm-up" in capsys.readouterr().err
         trace.write_text('{"prompt": "a b", "max_tokens": 2}\n')
         assert bench("--url", server.url, *options) == 0
         assert "prefix cache may hold" not in capsys.readouterr().err

@@ -198,6 +198,7 @@ class Served:
             query_start_loc_cpu=torch.tensor([*starts, starts[-1]], dtype=torch.int32),
             seq_lens_cpu_upper_bound=torch.tensor([*lengths, 0], dtype=torch.int32),
             is_prefilling=torch.tensor([prefilling for _, _, prefilling in self.rows]),
+            causal=True,
         )
         metadata = self.builder.build(0, meta)
         padded = torch.cat((*parts, torch.full((3, Q_HEADS + 2 * KV_HEADS, HEAD_DIM), torch.nan)))
@@ -274,7 +275,7 @@ def test_the_figures_ride_on_the_output_of_either_runner(
 
 
 def test_a_made_up_step_has_no_batch(served: Served) -> None:
-    meta = SimpleNamespace(req_idx=None, num_reqs=3)
+    meta = SimpleNamespace(req_idx=None, num_reqs=3, causal=True)
     assert served.builder.build(0, meta).batch is None
 
 

@@ -76,6 +76,7 @@ def test_the_metadata_names_the_slots_of_the_batch(worker: HybridSparseCPUWorker
     common: Any = SimpleNamespace(
         num_reqs=2,
         is_prefilling=torch.tensor([True, False]),
+        causal=True,
         query_start_loc_cpu=torch.tensor([0, 5, 6], dtype=torch.int32),
         seq_lens=torch.tensor([5, 9], dtype=torch.int32),
         block_table_tensor=torch.zeros(2, 1, dtype=torch.int32),

@@ -153,6 +153,19 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
     wrap(write_through, "store_tokens", lambda host, at, *_: ([], pages(host, at)))
     wrap(cuda, "attend_slots", lambda _query, key, _value, places, *_, **__: (slots(key, places), []))
 
+    store, layer_forward = cuda_layer.CudaLayers._store, cuda_layer.CudaLayers.forward
+
+    def watched_store(self: Any, writer: Any, key: Any, *given: Any) -> None:
+        store(self, writer, key, *given)
+        with self._queue.launching():
+            machine.launch("store", [("given", key.data_ptr())], [])
+
+    def in_a_graph(self: Any, query: Any, key: Any, *given: Any) -> None:
+        layer_forward(self, query, key, *given)
+        machine.launch("the next piece of the graph", [], [("given", key.data_ptr())])
+
+    monkeypatch.setattr(cuda_layer.CudaLayers, "_store", watched_store)
+    monkeypatch.setattr(cuda_layer.CudaLayers, "forward", in_a_graph)
     put_tokens = cuda_pool.CudaPool.put_tokens
 
     def watched_put(self: Any, places: Any, *given: Any) -> None:

@@ -40,22 +40,24 @@ def no_mark(self: Any) -> None:
     """A pool that says its copies are done when they are launched."""
 
 
-def settle_nothing(self: Any, *_: Any) -> None:
-    """Layers whose host reads what is still being stored."""
+def nothing(self: Any, *_: Any) -> None:
+    """Layers whose host reads what is still being stored, or whose inputs are overwritten before they are stored."""
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "broken", "race"),
+    ("owner", "names", "broken", "race"),
     [
-        (CudaPool, "mark", no_mark, "attend_slots may run beside load_pages"),
-        (CudaLayers, "_settle", settle_nothing, "the host may run beside store_"),
+        (CudaPool, ("mark",), no_mark, "attend_slots may run beside load_pages"),
+        (CudaLayers, ("_give_back",), nothing, "the next piece of the graph may run beside store"),
+        (CudaLayers, ("_settle", "_give_back"), nothing, "the host may run beside store_"),
     ],
 )
 def test_what_is_left_out_is_noticed(
-    owner: type, name: str, broken: Any, race: str, monkeypatch: pytest.MonkeyPatch
+    owner: type, names: tuple[str, ...], broken: Any, race: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = watch(monkeypatch)
-    monkeypatch.setattr(owner, name, broken)
+    for name in names:
+        monkeypatch.setattr(owner, name, broken)
     with model_of({**POLICIES["dense"], "device_pool_pages": 64}) as model:
         request = model.start()
         model.step([(request, 40)], decode=False)

@@ -40,7 +40,9 @@ BAD_SETTINGS = {
 BAD_OPTIONS = {
     "fp8-kv-cache": Refusal((r"fp8", r"kv.cache"), options={"kv_cache_dtype": "fp8"}),
     "block-size": Refusal((r"\b24\b", r"block"), options={"block_size": 24}),
-    "another-worker": Refusal((r"worker_cls: must be auto",), options={"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}),
+    "another-worker": Refusal(
+        (r"worker_cls: must be auto",), options={"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}
+    ),
     "dual-chunk": Refusal(
         (r"dual_chunk_attention_config=", "dual-chunk attention is not supported"),
         options={"hf_overrides": {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}}},

@@ -115,7 +115,7 @@ class _Bench:
         ids = any(request.kind == "tokens" for request in trace)
         salt = options.salt == "each-run" or (options.salt == "auto" and not grouped and not ids)
         if not (salt or grouped):
-            _say("bench: prompts are sent as they are, so a server's prefix cache may hold them from the warm-up and each run on")
+            _say("bench: prompts go as they are: a server's prefix cache may hold them from the warm-up on")
         return Load(
             requests=tuple(trace),
             salt=secrets.token_hex(8) if salt else None,  # another one each time: servers outlive a measurement

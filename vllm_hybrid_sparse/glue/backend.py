@@ -74,7 +74,9 @@ class HybridSparseBackend(AttentionBackend):
 
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is None:  # vLLM's own workers make none current here
-            raise ConfigError("worker_cls: must be auto, or a subclass of the worker that the backend hybrid_sparse brings")
+            raise ConfigError(
+                "worker_cls: must be auto, or a subclass of the worker that the backend hybrid_sparse brings"
+            )
         if getattr(spec, "non_causal", False):
             raise ConfigError("non_causal=True: prefix-LM prompts are not supported (attention backend hybrid_sparse)")
         settings = settings_of(vllm_config)

@@ -17,7 +17,6 @@ from vllm_hybrid_sparse.runtime.host import host_runtime
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 
-
 _WITHOUT_EFFECT = ("layer_idx",)  # what vLLM tells some layers, and attention does not depend on
 
 

@@ -61,7 +61,11 @@ GAUGES = tuple(
     Family(f"{PREFIX}{name}", field, text)
     for name, field, text in (
         ("host_kv_bytes", "host_kv_bytes", "Host memory that holds the KV cache and its summaries."),
-        ("packed_bytes", "packed_bytes", "Host memory that HGCA's packed copies of salient tokens held in the last step that decoded."),
+        (
+            "packed_bytes",
+            "packed_bytes",
+            "Host memory that HGCA's packed copies of salient tokens held in the last step that decoded.",
+        ),
     )
 )
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from vllm_hybrid_sparse.load.sse import EventDecoder, StreamError
 
-
 _BROKEN_OFF = ("abort", "error")  # finish reasons
 
 
@@ -28,9 +27,9 @@ class Counted(StrEnum):
 class Answer:
     """Reads one streamed answer of /v1/completions or /v1/chat/completions.
 
-    A chunk is an arrival where its usage, or its list of token ids, has grown. Where a server sends neither, or a usage
-    that is still 0 beside text, it is one where it holds text, or is empty and neither opens nor closes the answer: text
-    is held back while a character is incomplete.
+    A chunk is an arrival where its usage, or its list of token ids, has grown. Where a server sends neither, or a
+    usage that is still 0 beside text, it is one where it holds text, or is empty and neither opens nor closes the
+    answer: text is held back while a character is incomplete.
     """
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class Answer:
     def finish(self) -> None:
         """Take note that the stream has ended; StreamError where it ended too early or no token came.
 
-        vLLM ends an answer that it breaks off, when it is told to stop or to pause, in the same orderly way as a whole one.
+        vLLM ends an answer that it breaks off, told to stop or to pause, in the same orderly way as a whole one.
         """
         if self._decoder.unfinished:
             raise StreamError("the stream ended inside an event")

@@ -62,8 +62,8 @@ class CudaLayers:
             self._store(store, key, value, chunk)
         for chunk in batch.chunks:
             self._prefill.attend(query, key, value, self._tier.source(kv_cache), chunk, output)
-        if batch.chunks:  # a captured graph uses the memory of keys and values again without asking torch's allocator
-            current_queue(self._device).follow(self._queue.mark())
+        if batch.chunks:
+            self._give_back()
         if stored is None:
             self.tiered.drop_pages(layer, batch.decode.written_pages)
             return
@@ -110,6 +110,10 @@ class CudaLayers:
         self._queue.follow(current_queue(self._device).mark())
         self._queue.keep(key, value)
         store.store(key[tokens], value[tokens], chunk.context_tokens, chunk.written_pages)
+
+    def _give_back(self) -> None:
+        """Have what comes next follow the stores: a captured graph overwrites keys and values, whatever torch keeps."""
+        current_queue(self._device).follow(self._queue.mark())
 
     def _settle(self, kv_cache: Tensor, stored: Stored) -> None:
         """Have the host store hold what was stored, summaries included."""

@@ -52,7 +52,9 @@ class DeviceTier:
         """
         self.settings = settings
         self._layer_of = {address: layer for layer, address in enumerate(_addresses(kv_caches))}
-        stored_pages = sum(len(kv_cache) for kv_cache in kv_caches) * attention.num_kv_heads * attention.layout.pages_per_block
+        stored_pages = (
+            sum(len(kv_cache) for kv_cache in kv_caches) * attention.num_kv_heads * attention.layout.pages_per_block
+        )
         shape = PoolShape(
             capacity_pages=settings.device_pool_pages
             or min(device_bytes // attention.layout.page_bytes, stored_pages),  # more slots than pages hold nothing
