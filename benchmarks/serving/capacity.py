@@ -4,8 +4,9 @@
 
 One server at a time serves SmolLM2-135M-Instruct, all alike but for the backend, bound to all cores. Several
 questions are asked over each of a few documents, which were read before: decoding bounds it. The limits are multiples
-of stock vLLM's decode iteration, so `stock` comes first. Then every server gets prompts that it has not seen, with
-short answers: prefill bounds those. A report that DIR has is not measured again; the last lines compare all of them.
+of stock vLLM's decode iteration, so `stock` comes first. Then each policy's server gets prompts that it has not seen,
+with short answers, in turns with stock vLLM: prefill bounds those. A report that DIR has is not measured again; the
+last lines compare all of them.
 """
 
 import argparse
@@ -50,6 +51,7 @@ MODEL_TOKENS = 8192
 _BESIDE_TOKENS = 2048  # room for each request beside its document: what was asked before stays cached, too
 _PREFILL_CLIENTS = 2
 _PREFILL_OUTPUT_TOKENS = 8
+_PREFILL_ROUNDS = 3
 
 Json = dict[str, Any]
 
@@ -74,7 +76,7 @@ def make_server(name: str, model: Path, options: argparse.Namespace) -> Server:
 
 
 def bench(url: str, out: Path, *more: str) -> None:
-    """Run `hybrid-sparse bench` on one server; the report appears under its name only when it is whole."""
+    """Run `hybrid-sparse bench`; the report appears under its name only when it is whole."""
     part = out.with_name(f"{out.name}-unfinished")
     command = [sys.executable, "-m", "vllm_hybrid_sparse.cli.main", "bench", "--url", url, *more, "--out", str(part)]
     done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
@@ -97,35 +99,44 @@ def iteration_ms(out: Path) -> float | None:
 
 
 def measure(name: str, model: Path, options: argparse.Namespace) -> None:
-    """Start one server and make those of its reports that are missing."""
-    capacity, prefill = options.out / name, options.out / f"{name}-prefill"
-    if report(options.out, name) and report(options.out, prefill.name):
+    """Search one server's capacity, unless its report is there."""
+    if report(options.out, name):
         say(f"{name}: there already")
         return
+    known_ms = iteration_ms(options.out)
+    if known_ms is None and name != REFERENCE:
+        raise RuntimeError(f"{name}: needs the limits of {REFERENCE}; measure that first")
+    limits = [] if known_ms is None or name == REFERENCE else ["--iteration-ms", f"{known_ms:.3f}"]
     with make_server(name, model, options) as server:
         say(f"{name}: ready after {server.wait_ready(START_TIMEOUT_S):.0f} s")
-        url = f"{name}={server.base_url}"
-        if not report(options.out, name):
-            known_ms = iteration_ms(options.out)
-            if known_ms is None and name != REFERENCE:
-                raise RuntimeError(f"{name}: needs the limits of {REFERENCE}; measure that first")
-            limits = [] if known_ms is None or name == REFERENCE else ["--iteration-ms", f"{known_ms:.3f}"]
-            bench(
-                url, capacity, "--trace", str(options.out / "questions.jsonl"), "--salt", "never", "--warm-up", "3",
-                "--capacity", "psa", "--first-rate", f"{FIRST_RATES[name] * options.rate_factor:.4g}",
-                "--step", str(options.step), "--tolerance", str(options.tolerance), "--tries", str(options.tries),
-                "--try-seconds", str(options.try_seconds), *limits,
-            )  # fmt: skip
-        if not report(options.out, prefill.name):
-            bench(
-                url, prefill, "--trace", str(options.out / "prefill.jsonl"), "--salt", "each-run", "--warm-up", "1",
-                "--clients", str(_PREFILL_CLIENTS),
-            )  # fmt: skip
+        bench(
+            f"{name}={server.base_url}", options.out / name,
+            "--trace", str(options.out / "questions.jsonl"), "--salt", "never", "--warm-up", "3",
+            "--capacity", "psa", "--first-rate", f"{FIRST_RATES[name] * options.rate_factor:.4g}",
+            "--step", str(options.step), "--tolerance", str(options.tolerance), "--tries", str(options.tries),
+            "--try-seconds", str(options.try_seconds), *limits,
+        )  # fmt: skip
     say(f"{name}: done")
 
 
+def measure_prefill(name: str, model: Path, options: argparse.Namespace) -> None:
+    """Send the second trace to a policy's server and to the reference's in turns, unless the report is there."""
+    out = options.out / f"{name}-prefill"
+    if name == REFERENCE or report(options.out, out.name):
+        return
+    with make_server(REFERENCE, model, options) as theirs, make_server(name, model, options) as ours:
+        for server in (theirs, ours):
+            server.wait_ready(START_TIMEOUT_S)
+        bench(
+            f"{REFERENCE}={theirs.base_url}", out, "--vs", f"{name}={ours.base_url}",
+            "--trace", str(options.out / "prefill.jsonl"), "--salt", "each-run", "--warm-up", "1",
+            "--clients", str(_PREFILL_CLIENTS), "--rounds", str(_PREFILL_ROUNDS),
+        )  # fmt: skip
+    say(f"{name}: prefill done")
+
+
 def compare(reports: Mapping[str, Json], prefills: Mapping[str, Json]) -> list[Json]:
-    """Return a row a server, with its ratio to the reference."""
+    """Return a row a server, with its ratio to the reference, which a report on prefill has beside it."""
     rows: list[Json] = []
     for name, found in reports.items():
         row: Json = {"server": name}
@@ -134,12 +145,14 @@ def compare(reports: Mapping[str, Json], prefills: Mapping[str, Json]) -> list[J
             base = reports[REFERENCE]["capacity"]["servers"][0]["capacity"][limit]["holds_per_s"]
             holds = seen["holds_per_s"]
             row[limit]["of_reference"] = holds / base if holds and base else None
-        if name in prefills and REFERENCE in prefills:
-            mine, theirs = (prefills[one]["servers"][0]["figures"] for one in (name, REFERENCE))
+        if len(prefills.get(name, {}).get("servers", ())) == 2:
+            theirs, mine = (side["figures"] for side in prefills[name]["servers"])
             row["prefill"] = {
                 "requests_per_s": mine["requests_per_s"],
+                "reference_requests_per_s": theirs["requests_per_s"],
                 "of_reference": mine["requests_per_s"] / theirs["requests_per_s"],
                 "ttft_p50_s": mine["ttft_s"]["p50"],
+                "reference_ttft_p50_s": theirs["ttft_s"]["p50"],
             }
         rows.append(row)
     return rows
@@ -161,13 +174,16 @@ def show(rows: Sequence[Json]) -> str:
         "of stock",
         "relaxed: holds, fails",
         "of stock",
-        "prefill, requests/s",
+        "prefill, requests/s (stock beside it)",
         "of stock",
     ]
     lines = []
     for row in rows:
         prefill = row.get("prefill")
-        last = ["", ""] if prefill is None else [f"{prefill['requests_per_s']:.3f}", f"{prefill['of_reference']:.2f}"]
+        last = ["", ""]
+        if prefill is not None:
+            rates = f"{prefill['requests_per_s']:.3f} ({prefill['reference_requests_per_s']:.3f})"
+            last = [rates, f"{prefill['of_reference']:.2f}"]
         lines.append([row["server"], *cell(row.get("strict")), *cell(row.get("relaxed")), *last])
     return markdown_table(header, lines)
 
@@ -220,6 +236,7 @@ def main() -> int:
     names = options.servers.split(",")
     for name in names:
         measure(name, model, options)
+        measure_prefill(name, model, options)
         reports = {one: found for one in SERVERS if (found := report(options.out, one))}
         prefills = {one: found for one in SERVERS if (found := report(options.out, f"{one}-prefill"))}
         rows = compare(reports, prefills)
