@@ -124,8 +124,9 @@ def test_a_layer_whose_prompts_are_not_causal_is_refused(monkeypatch: pytest.Mon
     from vllm_hybrid_sparse.glue.backend import HybridSparseBackend  # noqa: PLC0415
 
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config_of(member()))
+    spec: Any = SimpleNamespace(non_causal=True)
     with pytest.raises(ConfigError, match="non_causal=True: prefix-LM prompts are not supported"):
-        HybridSparseBackend.customize_spec(SimpleNamespace(non_causal=True))  # type: ignore[arg-type]
+        HybridSparseBackend.customize_spec(spec)
 
 
 def test_on_cuda_vllm_asks_the_backend_itself(monkeypatch: pytest.MonkeyPatch) -> None:

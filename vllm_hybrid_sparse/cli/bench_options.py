@@ -3,11 +3,11 @@
 import argparse
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from vllm_hybrid_sparse.cli.output_file import writable
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.load.capacity import Search, psa_slos
 from vllm_hybrid_sparse.load.figures import Limits
@@ -124,18 +124,11 @@ class BenchOptions:
             salt=given.salt,
             warm_up=given.warm_up,
             goodput=None if given.goodput is None else Limits.parse("goodput", given.goodput),
-            out=_writable("out", given.out),
-            save_trace=None if given.save_trace is None else _writable("save-trace", given.save_trace),
+            out=writable("out", given.out),
+            save_trace=None if given.save_trace is None else writable("save-trace", given.save_trace),
             keep_text=given.keep_text,
             arguments={name: value for name, value in vars(given).items() if name != "command"},
         )
-
-
-def _writable(option: str, path: Path) -> Path:
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{option}={path}: must be a file in a folder that exists and can be written")
-    return path
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:

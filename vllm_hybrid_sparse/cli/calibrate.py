@@ -7,7 +7,6 @@ was stopped goes on with the first window that is missing.
 import hashlib
 import json
 import math
-import os
 import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from vllm_hybrid_sparse.cli.calibration_texts import TextWindow, file_windows, prose_window
 from vllm_hybrid_sparse.cli.collect import SamplingPlan, collect_window
 from vllm_hybrid_sparse.cli.model_digest import model_digest
+from vllm_hybrid_sparse.cli.output_file import writable
 from vllm_hybrid_sparse.cli.progress import Progress
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.hf.shape import model_shape
@@ -62,9 +62,7 @@ class CalibrationOptions:
         for path in self.texts:
             if not path.is_file():
                 raise ConfigError(f"texts={path}: no such file")
-        folder = self.out.absolute().parent
-        if self.out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(f"out={self.out}: must be a file in a folder that exists and can be written")
+        writable("out", self.out)
 
     @property
     def work_folder(self) -> Path:

@@ -143,9 +143,7 @@ class Side:
         observed = await self._observed(before, answered)
         sent = sum(record.sendings for record in run.records)
         if observed is not None and not answered <= observed.total <= sent:
-            observed = (
-                None  # of another replica, or of others' requests too: then the clients' estimate is the better one
-            )
+            observed = None  # of another replica, or of others' requests too: the clients' estimate is better
         return Measured(run, observed, begun)
 
     async def queue_times(self) -> Histogram | None:

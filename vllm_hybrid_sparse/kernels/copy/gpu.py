@@ -117,9 +117,8 @@ def _move_pages_kernel(
     slot = tl.load(slots + page).to(tl.int64)
     if (offset < 0) | (slot < 0):
         return
-    offset = tl.multiple_of(
-        offset, 16
-    )  # pages and summaries are whole vectors of 16: else a thread moves an element at a time
+    # Pages and summaries are whole vectors of 16; without knowing it a thread moves an element at a time.
+    offset = tl.multiple_of(offset, 16)
     part_elements: tl.constexpr = _PAGE_TOKENS * head_dim
     element = tl.arange(0, block)
     is_element = element < part_elements

@@ -1,0 +1,14 @@
+"""What a command writes in the end, checked before it begins."""
+
+import os
+from pathlib import Path
+
+from vllm_hybrid_sparse.errors import ConfigError
+
+
+def writable(option: str, path: Path) -> Path:
+    """Return the path that was given for `option`; ConfigError where no file can be written there."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option}={path}: must be a file in a folder that exists and can be written")
+    return path
