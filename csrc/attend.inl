@@ -1,5 +1,6 @@
 // Query rows against pages: scores, online softmax, values. Flash-style over chunks of kChunkPages pages, all rows of
-// a chunk before the next, so that a page is read from memory once whatever the number of rows.
+// a chunk before the next, so that a page is read from memory once whatever the number of rows. Memory works all the time: while
+// keys are scored their values are fetched into the L1 cache, while values are added up the next chunk's keys.
 // Included inside the namespace and target region of one instruction set, after traits.inl.
 
 inline constexpr int kChunkPages = 4;
@@ -9,8 +10,9 @@ template <class T>
 struct Chunk {
   const char* keys[kChunkPages];
   const char* values[kChunkPages];
-  int first_ahead;                // the first of the next pages that this row tile fetches
-  const char* next[kChunkPages];  // pages of the following chunk: fetched while this one is computed, K with K, V with V
+  const char* soon[kChunkPages];  // fetched while the keys are scored: their values, or the next keys where nobody reads values
+  const char* next[kChunkPages];  // keys of the following chunk
+  int first_ahead;                // the first of them that this row tile fetches
   int first_token[kChunkPages];
   int value_steps[kChunkPages];  // steps all of whose tokens some row sees; 0 for a filler page
   bool half_step[kChunkPages];   // one more step, of which only the first token is there: the rest is not ours to read
@@ -18,25 +20,30 @@ struct Chunk {
   int position;  // of its first page in reading order
 };
 
-template <class T, int Rows, int Ahead>
+// Columns (pages of scores, or runs of 16 dims of values) that a tile of so many rows takes: its sums stay in registers.
+template <int Rows>
+inline constexpr int kColumns = Rows > kRowTile ? kColumnTile / 2 : kColumnTile;
+
+template <class T, int Rows, bool Fetch>
 [[gnu::always_inline]]
 static inline void score_tile(const typename T::Op* const* queries, const Chunk<T>& chunk, int first_page, int steps,
                               float* scores) {
   constexpr int kStepBytes = kPageTokens * T::pack * static_cast<int>(sizeof(typename T::Element));
-  vf acc[Rows][kColumnTile];
+  constexpr int Columns = kColumns<Rows>;
+  vf acc[Rows][Columns];
   for (int r = 0; r < Rows; ++r)
-    for (int j = 0; j < kColumnTile; ++j) acc[r][j] = zero();
+    for (int j = 0; j < Columns; ++j) acc[r][j] = zero();
   for (int s = 0; s < steps; ++s) {
-    typename T::Step k[kColumnTile];
-    for (int j = 0; j < kColumnTile; ++j) k[j] = T::load_step(chunk.keys[first_page + j] + s * kStepBytes);
-    for (int j = 0; j < Ahead; ++j) prefetch(chunk.next[chunk.first_ahead + j] + s * kStepBytes);
+    typename T::Step k[Columns];
+    for (int j = 0; j < Columns; ++j) k[j] = T::load_step(chunk.keys[first_page + j] + s * kStepBytes);
+    for (int j = 0; Fetch && j < Columns; ++j) prefetch(chunk.soon[first_page + j] + s * kStepBytes);
     for (int r = 0; r < Rows; ++r) {
       const typename T::Broadcast q = T::broadcast(queries[r] + s);
-      for (int j = 0; j < kColumnTile; ++j) acc[r][j] = T::multiply_add(acc[r][j], k[j], q);
+      for (int j = 0; j < Columns; ++j) acc[r][j] = T::multiply_add(acc[r][j], k[j], q);
     }
   }
   for (int r = 0; r < Rows; ++r)
-    for (int j = 0; j < kColumnTile; ++j) store(scores + r * kChunkTokens + (first_page + j) * kPageTokens, acc[r][j]);
+    for (int j = 0; j < Columns; ++j) store(scores + r * kChunkTokens + (first_page + j) * kPageTokens, acc[r][j]);
 }
 
 template <class T, int Rows, int Columns, int Ahead>
@@ -53,7 +60,7 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
       acc[r][j] = mul(load(out + r * head_dim + first_dim + 16 * j), set1(rescale[r]));
   for (int page = 0; page < chunk.pages; ++page) {
     const char* value = chunk.values[page] + first_dim / 16 * kColumnBytes;
-    [[maybe_unused]] const char* next = chunk.next[page] + (chunk.values[page] - chunk.keys[page]) + first_dim / 16 * kColumnBytes;
+    [[maybe_unused]] const char* next = chunk.next[page] + first_dim / 16 * kColumnBytes;
     const bool fetch = Ahead > 0 && page >= chunk.first_ahead && page < chunk.first_ahead + Ahead;
     for (int s = 0; s < chunk.value_steps[page]; ++s) {
       if (fetch) {
@@ -155,11 +162,12 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
   const Op* queries[Rows];
   for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const Op*>(args.queries[first_row + r]);
   const int steps = args.head_dim / T::pack;
-  for (int page = 0; page < chunk.pages; page += kColumnTile) {
-    with_ahead(page == 0 ? ahead : 0,
-               [&]<int Ahead>() __attribute__((always_inline)) {
-                 score_tile<T, Rows, Ahead>(queries, chunk, page, steps, scores);
-               });
+  constexpr int Columns = kColumns<Rows>;
+  for (int page = 0; page < chunk.pages; page += Columns) {
+    if (first_row == 0)
+      score_tile<T, Rows, true>(queries, chunk, page, steps, scores);
+    else
+      score_tile<T, Rows, false>(queries, chunk, page, steps, scores);
   }
   if constexpr (Keep) {
     keep_scores<T, Rows>(args, chunk, first_row, scores);
@@ -174,8 +182,8 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
   float* out = args.out + int64_t{first_row} * args.head_dim;
   with_ahead(ahead, [&]<int Ahead>() __attribute__((always_inline)) {
     int dim = 0;
-    for (; dim + 16 * kColumnTile <= args.head_dim; dim += 16 * kColumnTile)
-      value_tile<T, Rows, kColumnTile, Ahead>(weights, chunk, args.head_dim, dim, rescale, out);
+    for (; dim + 16 * Columns <= args.head_dim; dim += 16 * Columns)
+      value_tile<T, Rows, Columns, Ahead>(weights, chunk, args.head_dim, dim, rescale, out);
     for (; dim < args.head_dim; dim += 16)
       value_tile<T, Rows, 1, Ahead>(weights, chunk, args.head_dim, dim, rescale, out);
   });
@@ -206,7 +214,7 @@ static void attend(const AttendArgs& args) {
   for (int r = 0; r < args.rows; ++r) furthest = args.visible[r] > furthest ? args.visible[r] : furthest;
 
   const int64_t value_offset = args.table.page_bytes / 2;
-  const int tiles = (args.rows + kRowTile - 1) / kRowTile;
+  const int tiles = (args.rows + kWideRowTile - 1) / kWideRowTile;
   const int share = tiles == 1 ? kChunkPages : tiles < kChunkPages ? kChunkPages / 2 : 1;
   const char* following[kChunkPages];
   const auto number = [&](int i) { return args.pages ? args.pages[i] : args.page_begin + i; };
@@ -233,13 +241,16 @@ static void attend(const AttendArgs& args) {
         following[i] = next < args.num_pages ? args.table.page(number(next)) : following[0];
       }
     }
-    for (int i = 0; i < kChunkPages; ++i) chunk.next[i] = following[i];
+    for (int i = 0; i < kChunkPages; ++i) {
+      chunk.next[i] = following[i];
+      chunk.soon[i] = scores_only ? following[i] : chunk.values[i];
+    }
     for (int tile = 0; tile < tiles; ++tile) {
       const int first_row = static_cast<int>(int64_t{args.rows} * tile / tiles);
       const int last_row = static_cast<int>(int64_t{args.rows} * (tile + 1) / tiles);
-      // Every tile fetches its share of the next chunk, so that memory works all the time.
+      // Every tile fetches its share of the next keys.
       chunk.first_ahead = tile * share;
-      attend_row_tile<T, Keep, kRowTile>(args, chunk, first_row, last_row - first_row,
+      attend_row_tile<T, Keep, kWideRowTile>(args, chunk, first_row, last_row - first_row,
                                          more && chunk.first_ahead < kChunkPages ? share : 0);
     }
   }

@@ -2,6 +2,7 @@
 
 inline constexpr int kRowTile = 6;    // rows x key pages (or 16-dim columns) held in registers: 24 of 32
 inline constexpr int kColumnTile = 4;
+inline constexpr int kWideRowTile = 8;  // with half the columns: 16 registers
 
 using vf = __m512;
 
@@ -85,7 +86,7 @@ static inline vf load_f16(const char* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 // Inlined at once: GCC takes a call that only fetches ahead for one without effect and drops it.
-[[gnu::always_inline]] static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
+[[gnu::always_inline]] static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 
 // Base 2 logarithm of positive normal numbers (absolute error below 1e-5, enough for an estimate): of the mantissa by a
 // polynomial, since the two divisions of a quickly converging series take longer than all the rest.

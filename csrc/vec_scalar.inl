@@ -2,6 +2,7 @@
 
 inline constexpr int kRowTile = 2;
 inline constexpr int kColumnTile = 1;
+inline constexpr int kWideRowTile = kRowTile;
 
 struct vf {
   float v[16];
