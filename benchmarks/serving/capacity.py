@@ -5,8 +5,8 @@
 One server at a time serves SmolLM2-135M-Instruct, all alike but for the backend, bound to all cores. Several
 questions are asked over each of a few documents, which were read before: decoding bounds it. The limits are multiples
 of stock vLLM's decode iteration, so `stock` comes first. Then each policy's server gets prompts that it has not seen,
-with short answers, in turns with stock vLLM: prefill bounds those. A report that DIR has is not measured again; the
-last lines compare all of them.
+with short answers, in turns with stock vLLM: prefill bounds those (`--no-prefill` leaves them out). A report that DIR
+has is not measured again; the last lines compare all of them.
 """
 
 import argparse
@@ -41,12 +41,12 @@ REFERENCE = "stock"
 SERVERS: dict[str, dict[str, object] | None] = {
     REFERENCE: None,
     "progressive": {"policy": "progressive", "threshold": 0.95},
-    "topk-5": {"policy": "topk", "topk_ratio": 0.05},
-    "topk-30": {"policy": "topk", "topk_ratio": 0.3},
+    **{f"topk-{percent}": {"policy": "topk", "topk_ratio": percent / 100} for percent in (5, 10, 20, 30, 40, 60)},
     "dense": {"policy": "dense"},
 }
 # Where the search begins, requests a second on two cores: guesses, which cost time where they are wrong.
-FIRST_RATES = {REFERENCE: 0.12, "progressive": 0.27, "topk-5": 0.34, "topk-30": 0.27, "dense": 0.15}
+FIRST_RATES = {REFERENCE: 0.12, "dense": 0.15, "topk-5": 0.34}
+OTHER_FIRST_RATE = 0.27
 MODEL_TOKENS = 8192
 _BESIDE_TOKENS = 2048  # room for each request beside its document: what was asked before stays cached, too
 _PREFILL_CLIENTS = 2
@@ -112,7 +112,7 @@ def measure(name: str, model: Path, options: argparse.Namespace) -> None:
         bench(
             f"{name}={server.base_url}", options.out / name,
             "--trace", str(options.out / "questions.jsonl"), "--salt", "never", "--warm-up", "3",
-            "--capacity", "psa", "--first-rate", f"{FIRST_RATES[name] * options.rate_factor:.4g}",
+            "--capacity", "psa", "--first-rate", f"{FIRST_RATES.get(name, OTHER_FIRST_RATE) * options.rate_factor:.4g}",
             "--step", str(options.step), "--tolerance", str(options.tolerance), "--tries", str(options.tries),
             "--try-seconds", str(options.try_seconds), *limits,
         )  # fmt: skip
@@ -208,6 +208,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rate-factor", type=float, default=1.0, help="on all first rates (%(default)s)")
     parser.add_argument("--prefill-words", type=int, default=1500, help="of a prompt of the second trace (%(default)s)")
     parser.add_argument("--prefill-requests", type=int, default=10, help="of the second trace (%(default)s)")
+    parser.add_argument("--no-prefill", action="store_true", help="the first trace alone")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of all servers (%(default)s)")
     parser.add_argument("--threads", default="all", help="cores of the worker: all, default, or a list (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (%(default)s)")
@@ -236,7 +237,8 @@ def main() -> int:
     names = options.servers.split(",")
     for name in names:
         measure(name, model, options)
-        measure_prefill(name, model, options)
+        if not options.no_prefill:
+            measure_prefill(name, model, options)
         reports = {one: found for one in SERVERS if (found := report(options.out, one))}
         prefills = {one: found for one in SERVERS if (found := report(options.out, f"{one}-prefill"))}
         rows = compare(reports, prefills)
