@@ -23,7 +23,7 @@ test: setup ## unit tests, then system tests, TEST_JOBS=2 files at a time
 	@echo "test: unit tests"
 	@$(PYTHON_BIN) -m pytest -m "not system and not gpu and not slow" $(SIDE_BY_SIDE) $(ARGS)
 	@echo "test: system tests"
-	@$(PYTHON_BIN) -m pytest -m "system and not gpu and not slow" $(SIDE_BY_SIDE) $(ARGS)
+	@$(PYTHON_BIN) -m pytest -m "system and not gpu and not slow" $(SIDE_BY_SIDE) --durations=20 --durations-min=20 $(ARGS)
 
 check: setup ## ruff, formatting, types, import contracts
 	@echo "check: ruff"
