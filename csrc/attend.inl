@@ -1,6 +1,6 @@
 // Query rows against pages: scores, online softmax, values. Flash-style over chunks of kChunkPages pages, all rows of
 // a chunk before the next, so that a page is read from memory once whatever the number of rows. Memory works all the time: while
-// keys are scored their values are fetched into the L1 cache, while values are added up the next chunk's keys.
+// keys are scored their values are fetched, while values are added up the next chunk's keys.
 // Included inside the namespace and target region of one instruction set, after traits.inl.
 
 inline constexpr int kChunkPages = 4;

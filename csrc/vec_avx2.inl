@@ -106,7 +106,7 @@ static inline vf load_f16(const char* p) {
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
 }
 // Inlined at once: GCC takes a call that only fetches ahead for one without effect and drops it.
-[[gnu::always_inline]] static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+[[gnu::always_inline]] static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 
 static inline __m256 log2_half(__m256 x) {
   // x = m * 2^shift, m in [0.75, 1.5): with the bits of 0.75 taken off, the exponent is what lies above the mantissa

@@ -85,8 +85,14 @@ static inline vf load_bf16(const char* p) {
 static inline vf load_f16(const char* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-// Inlined at once: GCC takes a call that only fetches ahead for one without effect and drops it.
-[[gnu::always_inline]] static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+// Into the L2 cache where the machine has BF16 instructions (Zen 4 then has more lines on their way), else into the L1 cache, which
+// spares Skylake a second line buffer. Inlined at once: GCC takes a call that only fetches ahead for one without effect and drops it.
+#ifdef HYBRID_SPARSE_BF16_DOT
+inline constexpr auto kFetchHint = _MM_HINT_T1;
+#else
+inline constexpr auto kFetchHint = _MM_HINT_T0;
+#endif
+[[gnu::always_inline]] static inline void prefetch(const char* p) { _mm_prefetch(p, kFetchHint); }
 
 // Base 2 logarithm of positive normal numbers (absolute error below 1e-5, enough for an estimate): of the mantissa by a
 // polynomial, since the two divisions of a quickly converging series take longer than all the rest.
