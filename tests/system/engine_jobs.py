@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 MARK = "RESULT "  # what `engine_child` begins its result lines with
+MANY_ENGINES_S = 1800  # for a list of jobs, on a machine that has other work, too
 
 
-def run_jobs(jobs: Sequence[dict[str, Any]], log_path: Path, timeout_s: float) -> dict[str, dict[str, Any]]:
+def run_jobs(
+    jobs: Sequence[dict[str, Any]], log_path: Path, timeout_s: float = MANY_ENGINES_S
+) -> dict[str, dict[str, Any]]:
     """Run `jobs` in a child process and return the results by name; RuntimeError where one is missing."""
     env = {
         **os.environ,

@@ -73,7 +73,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     per_layer = SMALLEST["progressive"] | {"device_pool_pages": 47}
     refused = {"hybrid_sparse": {"device": "emulated", **per_layer}}
     jobs.append(_job("too small", model, attention_backend="hybrid_sparse", additional_config=refused))
-    return run_jobs(jobs, folder / "engines.log", timeout_s=1800)
+    return run_jobs(jobs, folder / "engines.log")
 
 
 def _wrong(expected: list[Answer], found: list[Answer]) -> list[str]:

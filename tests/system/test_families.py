@@ -57,7 +57,7 @@ def jobs_of(family: str, model: Path) -> list[dict[str, Any]]:
 def _results(families: Sequence[str], factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = factory.mktemp("families")
     jobs = [job for family in families for job in jobs_of(family, make_tiny_model(family, folder))]
-    return run_jobs(jobs, folder / "engines.log", timeout_s=1800)
+    return run_jobs(jobs, folder / "engines.log")
 
 
 @pytest.fixture(scope="module")

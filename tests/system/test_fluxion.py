@@ -103,7 +103,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             ("no-file", alone, fluxion | {"predictor": str(folder / "none.safetensors")}),
         )
     ]
-    return run_jobs(jobs, folder / "engines.log", timeout_s=1800)
+    return run_jobs(jobs, folder / "engines.log")
 
 
 def answers(result: dict[str, Any]) -> list[Answer]:

@@ -54,7 +54,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
             ("crowd", crowd, SETTINGS),
         )
     ]
-    results = run_jobs(jobs, folder / "engines.log", timeout_s=1800)
+    results = run_jobs(jobs, folder / "engines.log")
     for result in results.values():
         assert "error" not in result, result["error"]
     return {
