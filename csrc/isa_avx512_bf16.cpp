@@ -1,4 +1,4 @@
-// The kernels for AVX-512 with bf16 dot products.
+// The kernels for AVX-512 with products of bytes and bf16 dot products.
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -19,13 +19,7 @@ static inline float natural_exp(float x) { return std::exp(x); }
 namespace hybrid_sparse {
 namespace {
 #include "vec_avx512.inl"
-#include "traits.inl"
-#include "attend.inl"
-#include "salience.inl"
-#include "code_ops.inl"
-#include "block_ops.inl"
-#include "dense_layer.inl"
-#include "page_ops.inl"
+#include "kernels.inl"
 }  // namespace
 }  // namespace hybrid_sparse
 #pragma GCC pop_options

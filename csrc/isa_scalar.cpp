@@ -13,13 +13,7 @@ static inline float natural_exp(float x) { return std::exp(x); }
 namespace hybrid_sparse {
 namespace {
 #include "vec_scalar.inl"
-#include "traits.inl"
-#include "attend.inl"
-#include "salience.inl"
-#include "code_ops.inl"
-#include "block_ops.inl"
-#include "dense_layer.inl"
-#include "page_ops.inl"
+#include "kernels.inl"
 }  // namespace
 }  // namespace hybrid_sparse
 

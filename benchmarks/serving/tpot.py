@@ -78,15 +78,19 @@ def measure_case(pair: dict[str, Server], case: Case, prompts: Prompts, tokens: 
     samples = {side: Samples() for side in SIDES}
     for round_ in range(case.rounds + (0 if case.fresh else 1)):
         asked = prompts(case, round_)
+        filling = not case.fresh and round_ == 0  # the prefix cache, for the rounds to come
         for side in SIDES if round_ % 2 == 0 else reversed(SIDES):
             streams = stream_all(pair[side], asked, tokens + WARM_UP_TOKENS)
-            if not case.fresh and round_ == 0:
-                continue  # this round has filled the prefix cache
+            if filling:
+                continue
             samples[side].tpot_ms += token_gaps_ms(streams, WARM_UP_TOKENS)
             if case.fresh and not case.filled:
                 samples[side].ttft_ms += [stream.ttft_ms for stream in streams]
+        if filling:
+            say(f"    {case.name}: prompts computed, the rounds repeat them")
+            continue
         medians = ", ".join(f"{side} {spread(samples[side].tpot_ms)['p50']:.1f} ms" for side in SIDES)
-        say(f"    {case.name} round {round_ + 1}: {medians} a token")
+        say(f"    {case.name} round {round_ + (1 if case.fresh else 0)}: {medians} a token")
     return samples
 
 
