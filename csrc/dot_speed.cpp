@@ -1,5 +1,5 @@
-// Whether this machine's bf16 dot products are worth using. AMD's Zen 4 and Zen 5 begin one where they begin an FMA, which
-// multiplies half as much; an Emerald Rapids Xeon begins one where it begins four.
+// Whether this machine's bf16 dot products are worth using: one multiplies twice what an FMA does, but an Emerald Rapids Xeon begins
+// one where it begins four FMAs.
 #include <algorithm>
 #include <chrono>
 #include <limits>

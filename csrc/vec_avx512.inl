@@ -86,7 +86,7 @@ static inline vf load_f16(const char* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 // Into the L2 cache where bf16 dot products are used (Zen 4 then has more lines on their way), else into the L1 cache, which spares
-// Intel's cores a second line buffer. Inlined at once: GCC takes a call that only fetches ahead for one without effect and drops it.
+// Skylake a second line buffer. Inlined at once: GCC takes a call that only fetches ahead for one without effect and drops it.
 #ifdef HYBRID_SPARSE_BF16_DOT
 inline constexpr auto kFetchHint = _MM_HINT_T1;
 #else
