@@ -13,6 +13,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from vllm_hybrid_sparse.glue.impl import HybridSparseImpl
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport
+from vllm_hybrid_sparse.memory.frames import with_frame_room
 from vllm_hybrid_sparse.memory.prefault import prefault
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 from vllm_hybrid_sparse.runtime.host import host_runtime
@@ -62,6 +63,7 @@ class HostStoreWorker(WorkerBase):
         """Make the device tier, where the settings ask for one."""
         self._runtime.open_device(kv_caches, self._attentions())
 
+    @with_frame_room
     def execute_model(self, scheduler_output: Any) -> Any:
         """The forward pass of one step.
 
@@ -75,6 +77,7 @@ class HostStoreWorker(WorkerBase):
             self._runtime.device_tier.forget_blocks(self._blocks_written_elsewhere(scheduler_output))
         return super().execute_model(scheduler_output)
 
+    @with_frame_room
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The end of a step: its tokens, with a report of what was read for them.
 
