@@ -1,16 +1,5 @@
 // The kernels for AVX2 with FMA and F16C.
-#include <bit>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#include <immintrin.h>
-
-#include "convert.h"
-#include "kernel_table.h"
-
-static inline float natural_log(float x) { return std::log(x); }
-static inline float natural_exp(float x) { return std::exp(x); }
+#include "isa.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")

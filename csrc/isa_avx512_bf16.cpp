@@ -1,16 +1,5 @@
 // The kernels for AVX-512 with products of bytes and bf16 dot products.
-#include <bit>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#include <immintrin.h>
-
-#include "convert.h"
-#include "kernel_table.h"
-
-static inline float natural_log(float x) { return std::log(x); }
-static inline float natural_exp(float x) { return std::exp(x); }
+#include "isa.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")
@@ -26,9 +15,7 @@ namespace {
 
 namespace hybrid_sparse {
 static bool runs_here() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") &&
-         __builtin_cpu_supports("avx512bf16");
+  return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
 extern const Isa isa_avx512_bf16;
 const Isa isa_avx512_bf16 = {"avx512_bf16", runs_here, {&kKernels<Bf16Dot>, &kKernels<F16>, &kKernels<F32>}};

@@ -1,16 +1,5 @@
 // The kernels for AVX-512 with products of bytes, and bf16 widened instead of multiplied as it is.
-#include <bit>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#include <immintrin.h>
-
-#include "convert.h"
-#include "kernel_table.h"
-
-static inline float natural_log(float x) { return std::log(x); }
-static inline float natural_exp(float x) { return std::exp(x); }
+#include "isa.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
@@ -25,8 +14,7 @@ namespace {
 
 namespace hybrid_sparse {
 static bool runs_here() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  return has_avx512() && __builtin_cpu_supports("avx512vnni");
 }
 extern const Isa isa_avx512_vnni;
 const Isa isa_avx512_vnni = {"avx512_vnni", runs_here, {&kKernels<Bf16>, &kKernels<F16>, &kKernels<F32>}};

@@ -1,14 +1,5 @@
 // The kernels for plain C++.
-#include <bit>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#include "convert.h"
-#include "kernel_table.h"
-
-static inline float natural_log(float x) { return std::log(x); }
-static inline float natural_exp(float x) { return std::exp(x); }
+#include "isa.h"
 
 namespace hybrid_sparse {
 namespace {
