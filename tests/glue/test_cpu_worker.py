@@ -1,9 +1,13 @@
 import os
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 pytest.importorskip("vllm")
 
@@ -15,23 +19,51 @@ from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker
 
 ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+AOT_COMPILE = "VLLM_USE_AOT_COMPILE"
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-@pytest.mark.parametrize(("given", "in_effect"), [(None, "160"), ("7", "7")])
-def test_onednn_keeps_little_code_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, in_effect: str
-) -> None:
-    """And it is said before vLLM's worker begins, which may compute."""
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """What a worker sets for its process is not there for the next test."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+def seen_by_vllms_worker(monkeypatch: pytest.MonkeyPatch, name: str, given: str | None) -> str:
+    """A variable's value when vLLM's worker begins, which may compute, where the user gave one or none."""
     seen = []
-    monkeypatch.setattr(CPUWorker, "__init__", lambda *_args, **_kwargs: seen.append(os.environ[ONEDNN_CACHE]))
-    if given is None:
-        monkeypatch.delenv(ONEDNN_CACHE, raising=False)
-    else:
-        monkeypatch.setenv(ONEDNN_CACHE, given)
-
+    monkeypatch.setattr(CPUWorker, "__init__", lambda *_args, **_kwargs: seen.append(os.environ[name]))
+    os.environ.pop(name, None)
+    if given is not None:
+        os.environ[name] = given
     HybridSparseCPUWorker(vllm_config=None)._heap.close()
+    return seen[0]
 
-    assert seen == [in_effect]
+
+@pytest.mark.parametrize(
+    ("name", "given", "in_effect"),
+    [(ONEDNN_CACHE, None, "160"), (ONEDNN_CACHE, "7", "7"), (AOT_COMPILE, None, "0"), (AOT_COMPILE, "1", "1")],
+)
+def test_the_environment_is_ours_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, name: str, given: str | None, in_effect: str
+) -> None:
+    assert seen_by_vllms_worker(monkeypatch, name, given) == in_effect
+
+
+@pytest.mark.parametrize("given", [None, default_cache_dir()])
+def test_compiled_code_outlives_the_temporary_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+
+    where = Path(seen_by_vllms_worker(monkeypatch, INDUCTOR_CACHE, given))
+
+    assert where.is_relative_to(tmp_path)
+
+
+def test_compiled_code_goes_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert seen_by_vllms_worker(monkeypatch, INDUCTOR_CACHE, str(tmp_path)) == str(tmp_path)
 
 
 def test_steps_count_as_work_after_which_the_heap_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,19 +2,42 @@
 
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from vllm import envs
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker, logger
 from vllm_hybrid_sparse.kernels.paged_attention.native import supported_isas
 from vllm_hybrid_sparse.memory.heap import IdleTrimmer, glibc_trim
 
-_ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-# vLLM has every matrix product keep its code for the 32 numbers of tokens that it met last, and a model has five kinds
-# of product. oneDNN keeps 1024 by itself: ever more pieces of heap between the tensors of prompts, so that it grows.
-_ONEDNN_CACHED = 5 * 32
+# What the worker's process has in its environment where the user set nothing.
+_ENVIRONMENT = {
+    # vLLM has every matrix product keep its code for the 32 numbers of tokens that it met last, and a model has five
+    # kinds of product. oneDNN keeps 1024 by itself: ever more pieces of heap between the tensors of prompts, so that it
+    # grows.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(5 * 32),
+    # vLLM's own store of a compiled model cannot be loaded again on CPUs, so that every start would compile anew;
+    # without it Inductor's store is used.
+    "VLLM_USE_AOT_COMPILE": "0",
+}
+_INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def prepare_environment() -> None:
+    """Set what vLLM, torch and oneDNN read when the model is loaded, compiled and first run.
+
+    Inductor's store goes beside vLLM's other ones, and so outlives the system's temporary directory, which is where it
+    would be; the user's choice of another place is left.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    temporary = default_cache_dir()
+    if os.environ.get(_INDUCTOR_CACHE, temporary) == temporary:  # torch writes its own choice there, too
+        os.environ[_INDUCTOR_CACHE] = str(Path(envs.VLLM_CACHE_ROOT, "torch_compile_cache", "inductor"))
 
 
 def lacks_bf16() -> bool:
@@ -26,7 +49,7 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
     """On a machine without a GPU vLLM's own KV memory is the host store, and every page is computed where it lies."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        os.environ.setdefault(_ONEDNN_CACHE, str(_ONEDNN_CACHED))  # read at the first product
+        prepare_environment()
         super().__init__(*args, **kwargs)
         self._heap = IdleTrimmer(glibc_trim())
 
