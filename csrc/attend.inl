@@ -1,6 +1,7 @@
 // Query rows against pages: scores, online softmax, values. Flash-style over chunks of kChunkPages pages, all rows of
 // a chunk before the next, so that a page is read from memory once whatever the number of rows. Memory works all the time: while
-// keys are scored their values are fetched, while values are added up the next chunk's keys.
+// keys are scored their values are fetched, while values are added up the next chunk's keys. Both side by side, a line of each page
+// in turn: the first lines of a page wait for its address and for the memory to find out what follows, and so four wait together.
 // Included inside the namespace and target region of one instruction set, after traits.inl.
 
 inline constexpr int kChunkPages = 4;
@@ -11,7 +12,7 @@ struct Chunk {
   const char* keys[kChunkPages];
   const char* values[kChunkPages];
   const char* soon[kChunkPages];  // fetched while the keys are scored: their values, or the next keys where nobody reads values
-  const char* next[kChunkPages];  // keys of the following chunk
+  const char* next[kChunkPages];  // keys of the following chunk, fetched while values are added up
   int first_ahead;                // the first of them that this row tile fetches
   int first_token[kChunkPages];
   int value_steps[kChunkPages];  // steps all of whose tokens some row sees; 0 for a filler page
@@ -53,6 +54,8 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
   constexpr int kOpsPerRow = kChunkTokens / T::pack;
   constexpr int kOpsPerPage = kPageTokens / T::pack;
   constexpr int kColumnBytes = 16 * T::pack * static_cast<int>(sizeof(typename T::Element));
+  constexpr int kAheadBytes = Columns * kColumnBytes / kChunkPages;  // a step's, of each page: they last for the whole chunk
+  constexpr int kStepsPerLine = 64 / kAheadBytes;
   const int64_t step_bytes = int64_t{head_dim} * T::pack * static_cast<int>(sizeof(typename T::Element));
   vf acc[Rows][Columns];
   for (int r = 0; r < Rows; ++r)
@@ -60,12 +63,10 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
       acc[r][j] = mul(load(out + r * head_dim + first_dim + 16 * j), set1(rescale[r]));
   for (int page = 0; page < chunk.pages; ++page) {
     const char* value = chunk.values[page] + first_dim / 16 * kColumnBytes;
-    [[maybe_unused]] const char* next = chunk.next[page] + first_dim / 16 * kColumnBytes;
-    const bool fetch = Ahead > 0 && page >= chunk.first_ahead && page < chunk.first_ahead + Ahead;
+    const int64_t ahead = int64_t{first_dim} / 16 * kColumnBytes * kOpsPerPage + int64_t{page} * kOpsPerPage * kAheadBytes;
     for (int s = 0; s < chunk.value_steps[page]; ++s) {
-      if (fetch) {
-        for (int byte = 0; byte < Columns * kColumnBytes; byte += 64) prefetch(next + s * step_bytes + byte);
-      }
+      for (int i = 0; i < Ahead && s % kStepsPerLine == 0; ++i)
+        prefetch(chunk.next[chunk.first_ahead + i] + ahead + s * kAheadBytes);
       typename T::Step v[Columns];
       for (int j = 0; j < Columns; ++j) v[j] = T::load_step(value + s * step_bytes + j * kColumnBytes);
       for (int r = 0; r < Rows; ++r) {

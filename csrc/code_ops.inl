@@ -27,6 +27,16 @@ struct CodeTileArgs {
   int64_t row_stride;  // of the scores
 };
 
+// Where a tile fetches the summaries of as many pages of a later block: its even pages from one run of bytes, its odd ones from
+// another, so that both runs' first lines are waited for together.
+struct SummariesAhead {
+  const char* even;  // null: nothing to fetch
+  const char* odd;
+  int64_t stride;
+  explicit operator bool() const { return even != nullptr; }
+  const char* page(int p) const { return (p % 2 == 0 ? even : odd) + p / 2 * stride; }
+};
+
 // The rotation: random signs, then a Hadamard transform of each piece, the largest powers of two that the dims split into.
 template <int Width>
 static void rotate(float (*x)[Width], int head_dim) {
@@ -194,10 +204,10 @@ template <int Rows, int Pages>
   sum_lanes<Rows, Pages>(by_lane, 1.0f, out, kScoreChunkPages);
 }
 
-// Rows against the codes of `Pages` pages: out[r][p] are, by token, the sums of q c. `ahead`: see code_tile.
+// Rows against the codes of `Pages` pages, of which the tile's first is `first_page`: out[r][p] are, by token, the sums of q c.
 template <int Bits, int Rows, int Pages>
 [[gnu::always_inline]] static inline void token_tile(const CodeQuery* const* queries, int lines, const char* codes,
-                                                     int64_t stride, const char* ahead, vf (*out)[kScorePages]) {
+                                                     int64_t stride, const SummariesAhead& ahead, int first_page, vf (*out)[kScorePages]) {
   constexpr int kFields = 8 / Bits;
   for (int begin = 0; begin < lines; begin += kLinesPerSum) {
     const int end = lines - begin < kLinesPerSum ? lines : begin + kLinesPerSum;
@@ -207,9 +217,8 @@ template <int Bits, int Rows, int Pages>
     for (int line = begin; line < end; ++line) {
       vb packed[Pages];
       for (int p = 0; p < Pages; ++p) {
-        const int64_t at = p * stride + int64_t{64} * line;
-        packed[p] = load_vb(codes + at);
-        if (ahead) prefetch(ahead + at);
+        packed[p] = load_vb(codes + p * stride + int64_t{64} * line);
+        if (ahead) prefetch(ahead.page(first_page + p) + int64_t{64} * line);
       }
 #pragma GCC unroll 8
       for (int field = 0; field < kFields; ++field) {
@@ -229,9 +238,9 @@ template <int Bits, int Rows, int Pages>
 
 // Rows against the codes of `Pages` pages, first half: sums[r * row_stride + p] is the sum over the page's tokens of
 // 2^(score - the mean's), means[r * kScoreChunkPages + p] the product with the mean's levels, steps[p] their unit. The logarithms
-// are left to `finish_codes`, for which no tile waits. `ahead`: where the same pages of a later block lie.
+// are left to `finish_codes`, for which no tile waits.
 template <int Bits, int Rows, int Pages, int HeadDim>
-static inline void code_tile(const CodeTileArgs& args, const void* const* rows, const char* summaries, const char* ahead,
+static inline void code_tile(const CodeTileArgs& args, const void* const* rows, const char* summaries, const SummariesAhead& ahead,
                              float* sums, float* means, float* steps) {
   constexpr float kTop = (1 << Bits) - 1;
   const int head_dim = HeadDim > 0 ? HeadDim : args.head_dim;
@@ -241,7 +250,7 @@ static inline void code_tile(const CodeTileArgs& args, const void* const* rows, 
   for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const CodeQuery*>(rows[r]);
   if (ahead)  // what follows the codes; these are fetched a line at a time, so that requests to memory never queue up
     for (int p = 0; p < Pages; ++p)
-      for (int64_t byte = at.mean; byte < bytes; byte += 64) prefetch(ahead + p * bytes + byte);
+      for (int64_t byte = at.mean; byte < bytes; byte += 64) prefetch(ahead.page(p) + byte);
   mean_tile<Rows, Pages>(queries, head_dim, summaries + at.mean, bytes, means);
   vf weights[kScoreRows][kScorePages];
   for (int r = 0; r < kScoreRows; ++r)
@@ -249,8 +258,7 @@ static inline void code_tile(const CodeTileArgs& args, const void* const* rows, 
   constexpr int kAtOnce = Pages < kPagesAtOnce ? Pages : kPagesAtOnce;
   for (int p = 0; p < Pages; p += kAtOnce) {
     vf products[Rows][kScorePages];
-    token_tile<Bits, Rows, kAtOnce>(queries, at.lines, summaries + p * bytes, bytes, ahead ? ahead + p * bytes : nullptr,
-                                    products);
+    token_tile<Bits, Rows, kAtOnce>(queries, at.lines, summaries + p * bytes, bytes, ahead, p, products);
     for (int i = 0; i < kAtOnce; ++i) {
       const char* page = summaries + (p + i) * bytes;
       uint16_t units[2];
@@ -285,7 +293,7 @@ static inline void finish_codes(const CodeQuery& query, const float* means, cons
 
 template <int Bits, int Rows, int Pages, int HeadDim>
 static inline void code_row_tile(const CodeTileArgs& args, const void* const* queries, int rows, const char* summaries,
-                                 const char* ahead, float* sums, float* means, float* steps) {
+                                 const SummariesAhead& ahead, float* sums, float* means, float* steps) {
   if (rows == Rows) {
     code_tile<Bits, Rows, Pages, HeadDim>(args, queries, summaries, ahead, sums, means, steps);
   } else if constexpr (Rows > 1) {
@@ -296,7 +304,7 @@ static inline void code_row_tile(const CodeTileArgs& args, const void* const* qu
 // The usual head sizes have code of their own: their loops have a known length, and nothing is kept in memory between them.
 template <int Bits>
 static void score_codes_of(const CodeTileArgs& args, const void* const* queries, int rows, bool four_pages,
-                           const char* summaries, const char* ahead, float* sums, float* means, float* steps) {
+                           const char* summaries, const SummariesAhead& ahead, float* sums, float* means, float* steps) {
   if (!four_pages)
     code_row_tile<Bits, kScoreRows, 1, 0>(args, queries, rows, summaries, ahead, sums, means, steps);
   else if (args.head_dim == 64)
@@ -308,7 +316,7 @@ static void score_codes_of(const CodeTileArgs& args, const void* const* queries,
 }
 
 static void score_codes(const CodeTileArgs& args, const void* const* queries, int rows, bool four_pages, const char* summaries,
-                        const char* ahead, float* sums, float* means, float* steps) {
+                        const SummariesAhead& ahead, float* sums, float* means, float* steps) {
   if (args.code_bits == 1)
     score_codes_of<1>(args, queries, rows, four_pages, summaries, ahead, sums, means, steps);
   else

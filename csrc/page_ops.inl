@@ -43,9 +43,9 @@ static void prepare_summary_query(const void* query, const Layout& layout, float
   }
 }
 
-// Rows against `Pages` summaries that lie one after another; `ahead` is where the same pages of a later block lie.
+// Rows against `Pages` summaries that lie one after another.
 template <class T, int Rows, int Pages>
-static inline void score_tile(const ScoreArgs& args, const void* const* rows, const char* summaries, const char* ahead,
+static inline void score_tile(const ScoreArgs& args, const void* const* rows, const char* summaries, const SummariesAhead& ahead,
                               float* scores) {
   using Operand = typename T::Operand;
   const int64_t bytes = args.table.summary_bytes;
@@ -59,9 +59,9 @@ static inline void score_tile(const ScoreArgs& args, const void* const* rows, co
     const int count = elements - e;
     typename T::Run run[Pages];
     for (int p = 0; p < Pages; ++p) {
-      const int64_t at = p * bytes + e * static_cast<int64_t>(sizeof(typename T::Element));
-      run[p] = T::load_run(summaries + at, count);
-      if (ahead) prefetch(ahead + at);
+      const int64_t at = e * static_cast<int64_t>(sizeof(typename T::Element));
+      run[p] = T::load_run(summaries + p * bytes + at, count);
+      if (ahead) prefetch(ahead.page(p) + at);
     }
     for (int r = 0; r < Rows; ++r) {
       const typename T::Run q = T::load_operands(queries[r] + e, count);
@@ -73,7 +73,7 @@ static inline void score_tile(const ScoreArgs& args, const void* const* rows, co
 
 template <class T, int Rows, int Pages>
 static inline void score_row_tile(const ScoreArgs& args, const void* const* queries, int rows, const char* summaries,
-                                  const char* ahead, float* scores) {
+                                  const SummariesAhead& ahead, float* scores) {
   if (rows == Rows) {
     score_tile<T, Rows, Pages>(args, queries, summaries, ahead, scores);
   } else if constexpr (Rows > 1) {
@@ -81,7 +81,8 @@ static inline void score_row_tile(const ScoreArgs& args, const void* const* quer
   }
 }
 
-// The pages [first_page, first_page + num_pages) of a call; `means` and `steps` as in ScoreArgs::scratch.
+// The pages [first_page, first_page + num_pages) of a call; `means` and `steps` as in ScoreArgs::scratch. Of the block that is
+// fetched ahead both halves at a time, where tiles fill it; and the first lines of the one after it, for their addresses.
 template <class T>
 static void score_chunk(const ScoreArgs& args, int first_page, int num_pages, float* means, float* steps) {
   constexpr int64_t kBytesAhead = 8192;
@@ -89,24 +90,36 @@ static void score_chunk(const ScoreArgs& args, int first_page, int num_pages, fl
   const CodeTileArgs code_args = {args.head_dim, args.code_bits, args.row_stride};
   const int per_block = table.pages_per_block;
   const int64_t head_bytes = per_block * table.summary_bytes;
-  const int blocks_ahead = static_cast<int>((kBytesAhead - 1) / (args.heads * head_bytes)) + 1;
+  const int64_t half_block = args.heads * head_bytes / 2;
+  const bool by_halves = per_block % kScorePages == 0;
+  const int blocks_ahead = static_cast<int>((kBytesAhead - 1) / (2 * half_block)) + 1;
   const int last_block = (args.page_begin + args.num_pages - 1) / per_block;
   const auto summaries_of = [&](int block) { return table.summaries + table.block_table[block] * table.block_stride; };
   int done = 0;
   int first = first_page % per_block;
   for (int block = first_page / per_block; done < num_pages; ++block, first = 0) {
     const char* here = summaries_of(block);
-    const char* ahead = block + blocks_ahead <= last_block ? summaries_of(block + blocks_ahead) : nullptr;
+    const char* soon = block + blocks_ahead <= last_block ? summaries_of(block + blocks_ahead) : nullptr;
+    if (block + blocks_ahead < last_block) {
+      const char* later = summaries_of(block + blocks_ahead + 1);
+      prefetch(later);
+      prefetch(later + half_block);
+    }
     const int count = per_block - first < num_pages - done ? per_block - first : num_pages - done;
     for (int head = 0; head < args.heads; ++head) {
       for (int i = 0; i < count;) {
         const bool whole = count - i >= kScorePages;
         const int64_t at = head * head_bytes + (first + i) * table.summary_bytes;
         float* out = args.scores + head * args.head_stride + (first_page - args.page_begin) + done + i;
+        SummariesAhead ahead = {};
+        if (soon && by_halves)
+          ahead = {soon + at / 2, soon + half_block + at / 2, table.summary_bytes};
+        else if (soon)
+          ahead = {soon + at, soon + at + table.summary_bytes, 2 * table.summary_bytes};
         for (int row = 0; row < args.rows; row += kScoreRows) {
           const int rows = args.rows - row < kScoreRows ? args.rows - row : kScoreRows;
           const void* const* queries = args.queries + head * args.rows + row;
-          const char* next = ahead && row == 0 ? ahead + at : nullptr;
+          const SummariesAhead next = row == 0 ? ahead : SummariesAhead{};
           float* row_scores = out + row * args.row_stride;
           if (args.code_bits > 0)
             score_codes(code_args, queries, rows, whole, here + at, next, row_scores,
