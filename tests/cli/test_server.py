@@ -31,6 +31,16 @@ ENDS_AT_ONCE = """
     print("no such model", flush=True)
     raise SystemExit(3)
 """
+FAILS_INSIDE = """
+    print("(Worker pid=7) ERROR 11-22 22:16:08 [core.py:9] Traceback (most recent call last):")
+    for _ in range(2):
+        print("(Worker pid=7) ERROR 11-22 22:16:08 [core.py:9] vllm_hybrid_sparse.errors.ConfigError: size=7: too much")
+    print("INFO: 0 errors so far")
+    for line in range(100):
+        print("  File", line)
+    print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+    raise SystemExit(1)
+"""
 SILENT = """
     import time
     time.sleep(600)
@@ -80,6 +90,18 @@ def test_early_end_is_an_error_with_status_and_log(tmp_path: Path) -> None:
         server.wait_ready(30)
     assert "status 3" in str(caught.value)
     assert "no such model" in str(caught.value)
+
+
+def test_the_first_errors_are_named_though_the_log_goes_on_for_long(tmp_path: Path) -> None:
+    with StandIn(FAILS_INSIDE, tmp_path / "server.log") as server, pytest.raises(ServerError) as caught:
+        server.wait_ready(30)
+    assert "size=7" not in server.log_tail()
+    assert str(caught.value).splitlines()[:4] == [
+        f"server on port {server.port}: ended with status 1 before it was ready; the first errors:",
+        "  vllm_hybrid_sparse.errors.ConfigError: size=7: too much",
+        "  RuntimeError: Engine core initialization failed. See root cause above.",
+        f"the end of {server.log_path}:",
+    ]
 
 
 def test_silence_is_an_error_after_the_timeout(tmp_path: Path) -> None:

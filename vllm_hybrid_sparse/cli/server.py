@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import secrets
 import signal
 import socket
@@ -26,10 +27,13 @@ _METRICS_TIMEOUT_S = 10.0
 _GRACE_S = 30.0  # time for the engine to finish and write its last log lines
 _SERVER_PORTS = range(20000, 30000)
 _PORT_TRIES = 100
+# The last line of a traceback, behind what vLLM puts before every line: "(Worker pid=7) ERROR … [core.py:9] ValueError: …".
+_EXCEPTION = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .*)")
+_ERRORS_SHOWN = 3
 
 
 class ServerError(HybridSparseError, RuntimeError):
-    """A server that ended or stayed silent; the text ends with the tail of its log."""
+    """A server that ended or stayed silent; the text names the first errors of its log and ends with its tail."""
 
 
 def free_port() -> int:
@@ -183,9 +187,22 @@ class Server:
             return ""
         return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
+    def first_errors(self) -> list[str]:
+        """Return the first few different exceptions of the server's log: where one process fails, others follow."""
+        if not self.log_path.is_file():
+            return []
+        found: dict[str, None] = {}
+        with self.log_path.open(encoding="utf-8", errors="replace") as log:
+            for line in log:
+                if (match := _EXCEPTION.search(line)) is not None:
+                    found[match[1]] = None
+        return list(found)[:_ERRORS_SHOWN]
+
     def failure(self, what: str) -> ServerError:
-        """Return an error that says what happened and shows the end of the log."""
-        return ServerError(f"server on port {self.port}: {what}; the end of {self.log_path}:\n{self.log_tail()}")
+        """Return an error that says what happened and shows the first exceptions and the end of the log."""
+        errors = "".join(f"\n  {error}" for error in self.first_errors())
+        first = f"; the first errors:{errors}\n" if errors else "; "
+        return ServerError(f"server on port {self.port}: {what}{first}the end of {self.log_path}:\n{self.log_tail()}")
 
     def _healthy(self) -> bool:
         try:
