@@ -27,7 +27,7 @@ _METRICS_TIMEOUT_S = 10.0
 _GRACE_S = 30.0  # time for the engine to finish and write its last log lines
 _SERVER_PORTS = range(20000, 30000)
 _PORT_TRIES = 100
-# The last line of a traceback, behind what vLLM puts before every line: "(Worker pid=7) ERROR … [core.py:9] ValueError: …".
+# The last line of a traceback, behind what vLLM puts before it: "(Worker pid=7) ERROR … [core.py:9] ValueError: …".
 _EXCEPTION = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .*)")
 _ERRORS_SHOWN = 3
 
