@@ -215,7 +215,10 @@ static void attend(const AttendArgs& args) {
   for (int r = 0; r < args.rows; ++r) furthest = args.visible[r] > furthest ? args.visible[r] : furthest;
 
   const int64_t value_offset = args.table.page_bytes / 2;
-  const int tiles = (args.rows + kWideRowTile - 1) / kWideRowTile;
+  // A wide tile reads few rows' pages once. Many rows are bound by the loads of a tile: 6 rows by 4 columns take 10 for 24 products,
+  // 8 by 2 take 10 for 16.
+  const int tile_rows = args.rows > 2 * kWideRowTile ? kRowTile : kWideRowTile;
+  const int tiles = (args.rows + tile_rows - 1) / tile_rows;
   const int share = tiles == 1 ? kChunkPages : tiles < kChunkPages ? kChunkPages / 2 : 1;
   const char* following[kChunkPages];
   const auto number = [&](int i) { return args.pages ? args.pages[i] : args.page_begin + i; };

@@ -37,6 +37,11 @@ def difference(expected: Answer, found: Answer) -> str:
     return f"token {place}: {found.token_ids[place]} instead of {expected.token_ids[place]}{margin}"
 
 
+def differences(expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
+    """Return `difference` of every pair that differs."""
+    return [how for pair in zip(expected, found, strict=True) if (how := difference(*pair))]
+
+
 def complete(
     server: Server, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int, margins: bool = False
 ) -> list[Answer]:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.completions import Answer, complete
+from tests.system.completions import Answer
+from tests.system.engine_jobs import answers_of, run_jobs
 from tests.system.prompts import crowd_prompts, exactness_prompts, load_tokenizer, shared_prefix_prompts
-from tests.system.variants import START_TIMEOUT_S, reference_args, server_env
-from vllm_hybrid_sparse.cli.server import Server
+from tests.system.variants import reference_engine_args
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 
 ANSWER_TOKENS = 32
@@ -53,16 +53,19 @@ def reference(
     crowd: list[list[int]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[tuple[int, ...], Answer]:
-    """CPU_ATTN's greedy answer to every prompt, each computed alone by a stock server; kept as JSON beside its log."""
+    """CPU_ATTN's greedy answer to every prompt, each computed alone by stock vLLM; kept as JSON beside its log."""
     folder = tmp_path_factory.mktemp("reference")
     prompts = exact_prompts + shared_prompts + crowd
-    with Server(smollm2, reference_args(), server_env(), folder / "stock.log") as stock:
-        stock.wait_ready(START_TIMEOUT_S)
-        answers = complete(stock, prompts, ANSWER_TOKENS, concurrency=1, margins=True)
-    rows = [
-        {"prompt": prompt, "token_ids": answer.token_ids, "margins": answer.margins}
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    job = {
+        "name": "stock",
+        "engine_args": {"model": str(smollm2), **reference_engine_args()},
+        "prompts": prompts,
+        "max_tokens": ANSWER_TOKENS,
+        "margins": True,
+    }
+    result = run_jobs([job], folder / "stock.log")["stock"]
+    answers = answers_of(result)
+    rows = [{"prompt": prompt, **answer} for prompt, answer in zip(prompts, result["answers"], strict=True)]
     (folder / "answers.json").write_text(json.dumps(rows), encoding="utf-8")
     for answer in answers:
         assert len(set(answer.token_ids)) > 4, "the model repeats itself: such answers prove nothing"

@@ -60,8 +60,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def freeze_imports() -> None:
+    """Take what was imported out of every later collection: half a million objects, walked seven times an engine.
+
+    vLLM freezes the heap of its own accord and thaws all of it when an engine ends, so neither does anything here.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
 def main() -> None:
     """Run the jobs of standard input."""
+    freeze_imports()
     for job in json.load(sys.stdin):
         print(MARK + json.dumps(run(job)), flush=True)
         gc.collect()  # the KV cache of the last engine

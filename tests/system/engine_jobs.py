@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.system.completions import Answer
+
 MARK = "RESULT "  # what `engine_child` begins its result lines with
 MANY_ENGINES_S = 1800  # for a list of jobs, on a machine that has other work, too
 
@@ -47,3 +49,9 @@ def run_jobs(
             f"no result for {sorted(missing)}, status {child.returncode}; the end of {log_path}:\n{tail}"
         )
     return {result["name"]: result for result in results}
+
+
+def answers_of(result: dict[str, Any]) -> list[Answer]:
+    """Return the answers of one job in the order of its prompts; fails with the engine's error where it has one."""
+    assert "error" not in result, result["error"]
+    return [Answer(tuple(answer["token_ids"]), tuple(answer["margins"])) for answer in result["answers"]]

@@ -5,11 +5,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.system.completions import Answer, complete, difference, metric, post
-from tests.system.engine_jobs import run_jobs
+from tests.system.completions import Answer, complete, differences, metric, post
+from tests.system.engine_jobs import answers_of, run_jobs
 from tests.system.failing_worker import REASON
 from tests.system.tiny_models import make_tiny_model
 from tests.system.variants import START_TIMEOUT_S, our_args, server_env, stock_args
@@ -38,16 +39,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Stock vLLM, one prompt at a time, and an engine of ours whose host store is too small for the longest request."""
+    shared = {"model": str(model), "dtype": "float32", "enforce_eager": True, "max_model_len": MOST_TOKENS}
+    stock = {"max_num_seqs": 1, "enable_prefix_caching": False, "kv_cache_memory_bytes": 64 << 20}
+    too_small = {
+        "kv_cache_memory_bytes": 4 << 20,
+        "attention_backend": "hybrid_sparse",
+        "additional_config": {"hybrid_sparse": {"device": "emulated", **EXACT}},
+    }
+    jobs = [
+        {
+            "name": "stock",
+            "engine_args": shared | stock,
+            "prompts": prompts(),
+            "max_tokens": ANSWER_TOKENS,
+            "margins": True,
+        },
+        {"name": "too small", "engine_args": shared | too_small},
+    ]
+    return run_jobs(jobs, tmp_path_factory.mktemp("engines") / "engines.log", timeout_s=600)
+
+
+@pytest.fixture(scope="module")
+def expected(results: dict[str, dict[str, Any]]) -> list[Answer]:
     """Stock vLLM's answers, each computed alone."""
-    args = [*stock_args("float32", MOST_TOKENS, 64 << 20), *SHARED]
-    with Server(model, args, server_env(), tmp_path_factory.mktemp("stock") / "server.log") as stock:
-        stock.wait_ready(START_TIMEOUT_S)
-        return complete(stock, prompts(), ANSWER_TOKENS, concurrency=1, margins=True)
-
-
-def wrong(expected: list[Answer], found: list[Answer]) -> list[str]:
-    return [how for pair in zip(expected, found, strict=True) if (how := difference(*pair))]
+    return answers_of(results["stock"])
 
 
 @contextmanager
@@ -80,7 +97,7 @@ def test_a_pool_of_one_working_set_serves_a_crowd(
         server.wait_ready(START_TIMEOUT_S)
         with watched(server, "vllm:num_requests_running") as running:
             answers = complete(server, prompts(), ANSWER_TOKENS, concurrency=len(LENGTHS))
-        assert not wrong(expected, answers)
+        assert not differences(expected, answers)
         assert max(running) == 1 if admission == "working_set" else max(running) > 2
         assert metric(server, f"{PREFIX}device_evicted_pages_total") > 0
         assert (
@@ -107,7 +124,7 @@ def test_failed_loads_and_a_full_store_change_no_answer(model: Path, expected: l
         server.wait_ready(START_TIMEOUT_S)
         assert metric(server, f"{PREFIX}device_failed_loads_total") == 0
         answers = complete(server, prompts(), ANSWER_TOKENS, concurrency=len(LENGTHS))
-        assert not wrong(expected, answers)
+        assert not differences(expected, answers)
         assert metric(server, f"{PREFIX}device_failed_loads_total") > 1
         assert metric(server, "vllm:num_preemptions_total") > 0
         log = server.log_path.read_text(encoding="utf-8", errors="replace")
@@ -115,26 +132,12 @@ def test_failed_loads_and_a_full_store_change_no_answer(model: Path, expected: l
         status, body = post(server, {"model": server.model, "prompt": [7] * (MOST_TOKENS + 1), "max_tokens": 1})
         assert status == 400, body
         assert str(MOST_TOKENS) in body
-        assert not wrong(expected[:3], complete(server, prompts()[:3], ANSWER_TOKENS, concurrency=3))
+        assert not differences(expected[:3], complete(server, prompts()[:3], ANSWER_TOKENS, concurrency=3))
 
 
-def test_a_store_that_holds_no_longest_request_is_refused_at_start(model: Path, tmp_path: Path) -> None:
+def test_a_store_that_holds_no_longest_request_is_refused_at_start(results: dict[str, dict[str, Any]]) -> None:
     """So that a prompt within the limits of the model can always be served, if alone."""
-    job = {
-        "name": "too small",
-        "engine_args": {
-            "model": str(model),
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": MOST_TOKENS,
-            "kv_cache_memory_bytes": 4 << 20,
-            "attention_backend": "hybrid_sparse",
-            "additional_config": {"hybrid_sparse": {"device": "emulated", **EXACT}},
-        },
-        "prompts": [],
-        "max_tokens": 1,
-    }
-    error = run_jobs([job], tmp_path / "engine.log", timeout_s=600)["too small"].get("error")
+    error = results["too small"].get("error")
     assert error is not None, "the engine started"
     assert "1024" in error
     assert "KV cache" in error

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.system.completions import Answer, difference
-from tests.system.engine_jobs import run_jobs
+from tests.system.completions import difference
+from tests.system.engine_jobs import answers_of, run_jobs
 from tests.system.tiny_models import SERVED, SERVED_TOO, make_tiny_model
 
 ANSWER_TOKENS = 32
@@ -72,14 +72,8 @@ def more_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str
     return _results(list(SERVED_TOO), tmp_path_factory)
 
 
-def _answers(results: dict[str, dict[str, Any]], name: str) -> list[Answer]:
-    result = results[name]
-    assert "error" not in result, result["error"]
-    return [Answer(tuple(answer["token_ids"]), tuple(answer["margins"])) for answer in result["answers"]]
-
-
 def _check(results: dict[str, dict[str, Any]], family: str, setting: str) -> None:
-    stock, ours = _answers(results, f"{family} stock"), _answers(results, f"{family} {setting}")
+    stock, ours = answers_of(results[f"{family} stock"]), answers_of(results[f"{family} {setting}"])
     assert len(stock) == len(LENGTHS) == len({answer.token_ids for answer in stock})
     distinct_tokens = sum(len(set(answer.token_ids)) for answer in stock)
     assert distinct_tokens > len(stock) * ANSWER_TOKENS / 3, "the model repeats itself: such answers prove nothing"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.system.completions import Answer, difference
-from tests.system.engine_jobs import run_jobs
+from tests.system.completions import difference
+from tests.system.engine_jobs import answers_of, run_jobs
 from tests.system.tiny_models import make_tiny_model
 from vllm_hybrid_sparse.predictor.model import ModelShape, Predictor, PredictorOrigin
 from vllm_hybrid_sparse.values import PageRanking, RetainedSet
@@ -106,31 +106,26 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return run_jobs(jobs, folder / "engines.log")
 
 
-def answers(result: dict[str, Any]) -> list[Answer]:
-    assert "error" not in result, result["error"]
-    return [Answer(tuple(answer["token_ids"]), tuple(answer["margins"])) for answer in result["answers"]]
-
-
-def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def wrong_answers(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return [
         f"prompt of {len(prompt)} tokens: {how}"
-        for prompt, left, right in zip(shared_prompts(), answers(expected), answers(found), strict=True)
+        for prompt, left, right in zip(shared_prompts(), answers_of(expected), answers_of(found), strict=True)
         if (how := difference(left, right))
     ]
 
 
 def test_a_predictor_that_selects_everything_answers_as_dense_attention(results: dict[str, dict[str, Any]]) -> None:
-    wrong = differences(results["dense"], results["everything"])
+    wrong = wrong_answers(results["dense"], results["everything"])
     assert not wrong, "\n".join(wrong)
 
 
 def test_alone_or_in_a_crowd_in_chunks_and_from_the_prefix_cache(results: dict[str, dict[str, Any]]) -> None:
-    wrong = differences(results["alone"], results["crowd"])
+    wrong = wrong_answers(results["alone"], results["crowd"])
     assert not wrong, "\n".join(wrong)
 
 
 def test_it_is_not_dense_attention_by_another_name(results: dict[str, dict[str, Any]]) -> None:
-    assert differences(results["dense"], results["alone"])
+    assert wrong_answers(results["dense"], results["alone"])
 
 
 @pytest.mark.parametrize(

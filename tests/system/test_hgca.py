@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.system.completions import Answer, difference
-from tests.system.engine_jobs import run_jobs
+from tests.system.engine_jobs import answers_of, run_jobs
 from tests.system.tiny_models import make_tiny_model
 
 ANSWER_TOKENS = 48  # pages leave the window meanwhile
@@ -55,12 +55,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
         )
     ]
     results = run_jobs(jobs, folder / "engines.log")
-    for result in results.values():
-        assert "error" not in result, result["error"]
-    return {
-        name: [Answer(tuple(answer["token_ids"]), tuple(answer["margins"])) for answer in result["answers"]]
-        for name, result in results.items()
-    }
+    return {name: answers_of(result) for name, result in results.items()}
 
 
 def test_alone_or_in_a_crowd_in_chunks_and_from_the_prefix_cache(answers: dict[str, list[Answer]]) -> None:

@@ -98,16 +98,6 @@ def test_told_to_stop_it_ends_running_answers_first(model: Path, tmp_path: Path)
     assert "draining in-flight requests" in server.log_tail(200)
 
 
-def test_told_to_stop_without_a_time_it_breaks_off_and_ends(model: Path, tmp_path: Path) -> None:
-    with served(model, tmp_path) as server:
-        server.wait_ready(START_TIMEOUT_S)
-        begun_s = time.monotonic()
-        came, _reason = signalled_while_streaming(server, 1500, signal.SIGTERM)
-        assert 0 < came < 1500
-        assert exit_status(server) == 0
-        assert time.monotonic() - begun_s < SILENT_S + 30
-
-
 def workers_of(server: Server) -> list[int]:
     """Process ids of the server's workers."""
     assert server._process is not None
@@ -123,29 +113,6 @@ def workers_of(server: Server) -> list[int]:
     return found
 
 
-def test_a_killed_worker_ends_the_server(model: Path, tmp_path: Path) -> None:
-    """So that whoever supervises it starts it again, instead of a server that is up and answers nobody.
-
-    vLLM's status is 0 even then, so a supervisor must restart whatever the status: Compose and the chart do.
-    """
-    with served(model, tmp_path) as server:
-        server.wait_ready(START_TIMEOUT_S)
-        (worker,) = workers_of(server)
-
-        async def run() -> tuple[int, str]:
-            begun = asyncio.Event()
-            streamed = asyncio.create_task(stream(server, 1500, begun))
-            await begun.wait()
-            os.kill(worker, signal.SIGKILL)
-            return await asyncio.wait_for(streamed, ENDS_WITHIN_S)
-
-        came, reason = asyncio.run(run())
-        assert 0 < came < 1500
-        assert reason != "length"
-        assert exit_status(server) == 0
-    assert "died" in server.log_tail(400)
-
-
 class Supervised(Server):
     """A server that deploy/supervise.sh runs."""
 
@@ -155,13 +122,32 @@ class Supervised(Server):
         return [str(SUPERVISE), *super().command]
 
 
-def test_a_supervised_server_answers_as_before_after_its_worker_was_killed(model: Path, tmp_path: Path) -> None:
+def killed_while_streaming(server: Server, worker: int) -> tuple[int, str]:
+    """Begin a stream, kill the worker at its first token, and return what came of the stream."""
+
+    async def run() -> tuple[int, str]:
+        begun = asyncio.Event()
+        streamed = asyncio.create_task(stream(server, 1500, begun))
+        await begun.wait()
+        os.kill(worker, signal.SIGKILL)
+        return await asyncio.wait_for(streamed, ENDS_WITHIN_S)
+
+    return asyncio.run(run())
+
+
+def test_a_killed_worker_ends_the_server_and_the_supervised_one_answers_as_before(model: Path, tmp_path: Path) -> None:
+    """It ends, instead of staying up and answering nobody, and whoever supervises it starts it again.
+
+    vLLM's status is 0 even then, so a supervisor must restart whatever the status: Compose and the chart do.
+    """
     with Supervised(model, ARGS, server_env(), tmp_path / "server.log") as server:
         server.wait_ready(START_TIMEOUT_S)
         prompts = byte_prompts(seed=6)[-4:]
         before = complete(server, prompts, max_tokens=8, concurrency=1)
         (worker,) = workers_of(server)
-        os.kill(worker, signal.SIGKILL)
+        came, reason = killed_while_streaming(server, worker)
+        assert 0 < came < 1500
+        assert reason != "length"
         end_s = time.monotonic() + START_TIMEOUT_S
         while workers_of(server) in ([], [worker]) and time.monotonic() < end_s:
             time.sleep(0.5)
@@ -169,6 +155,7 @@ def test_a_supervised_server_answers_as_before_after_its_worker_was_killed(model
         assert workers_of(server) != [worker]
         assert complete(server, prompts, max_tokens=8, concurrency=4) == before
         log = server.log_path.read_text(encoding="utf-8", errors="replace")
+    assert "died" in log
     assert "supervise: the server ended with status 0" in log
 
 
@@ -189,7 +176,9 @@ def statuses(server: Server, requests: int) -> list[int]:
     return asyncio.run(run())
 
 
-def test_overrun_it_turns_the_excess_away_and_answers_the_rest(model: Path, tmp_path: Path) -> None:
+def test_overrun_it_turns_the_excess_away_and_told_to_stop_without_a_time_it_breaks_off(
+    model: Path, tmp_path: Path
+) -> None:
     with served(model, tmp_path, "--max-num-queued-reqs=12") as server:
         server.wait_ready(START_TIMEOUT_S)
         prompts = byte_prompts(seed=5)[-6:]
@@ -199,3 +188,8 @@ def test_overrun_it_turns_the_excess_away_and_answers_the_rest(model: Path, tmp_
         assert seen.count(200) >= 12
         assert metric(server, "vllm:admission_rejections_total") == seen.count(503)
         assert complete(server, prompts, max_tokens=8, concurrency=6) == before
+        begun_s = time.monotonic()
+        came, _reason = signalled_while_streaming(server, 1500, signal.SIGTERM)
+        assert 0 < came < 1500
+        assert exit_status(server) == 0
+        assert time.monotonic() - begun_s < SILENT_S + 30

@@ -59,14 +59,20 @@ class Variant:
         ]
 
 
-def reference_args() -> list[str]:
-    """Stock vLLM with nothing that could blur the comparison: whole prompts, no reuse, blocks of its own choice."""
-    return [
-        *stock_args("float32", MAX_MODEL_TOKENS, 2 * MAX_MODEL_TOKENS * _KV_BYTES_PER_TOKEN),
-        f"--max-num-batched-tokens={MAX_MODEL_TOKENS}",
-        "--no-enable-prefix-caching",
-        "--enforce-eager",
-    ]
+def reference_engine_args() -> dict[str, object]:
+    """Stock vLLM, as `vllm.LLM` takes it, with nothing that could blur the comparison.
+
+    One request at a time, whole prompts, no reuse, blocks of its own choice.
+    """
+    return {
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_TOKENS,
+        "kv_cache_memory_bytes": 2 * MAX_MODEL_TOKENS * _KV_BYTES_PER_TOKEN,
+        "max_num_batched_tokens": MAX_MODEL_TOKENS,
+        "max_num_seqs": 1,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+    }
 
 
 DEFAULT_VARIANTS = (
