@@ -148,6 +148,23 @@ def test_the_stop_ends_loading_early() -> None:
         assert stats.kept_mass > 2 * 0.5
 
 
+@pytest.mark.parametrize("host_share", ["none", "uniform"])
+@pytest.mark.parametrize(("policy", "looks"), [("psa", 5), ("everything", 0), ("topk", 0)])
+def test_looks_at_the_threshold_are_counted_whoever_attends(policy: str, looks: int, host_share: str) -> None:
+    """Of 201 tokens, 9 pages lie between sink and window: five microbatches of 2 in each KV head, all needed."""
+    settings = {**SMALL, **POLICIES[policy], "device_pool_pages": 64, "host_share": host_share}
+    if looks:
+        settings["threshold"] = 0.9999
+    with TieredModel(settings) as model:
+        request = model.start()
+        model.step([(request, 200)], decode=False)
+        model.step([(request, 1)])
+        stats = model.tier.take_decode_stats()
+        assert stats.selections == 2
+        assert stats.microbatches == 2 * looks
+        assert bool(model.tier.take_stats().groups_on_host) == (host_share == "uniform")
+
+
 def fail_on(monkeypatch: pytest.MonkeyPatch, broken: set[tuple[int, int]]) -> None:
     """Have pages (kv_head, page of the store) fail to be read by the loader."""
     read = HostPages.read

@@ -89,6 +89,7 @@ def test_counters_are_known_before_the_first_request_and_are_what_was_read(serve
     assert max(expected_counters(PROMPTS).values()) > min(expected_counters(PROMPTS).values()) == 0
     complete(named(server), PROMPTS, ANSWER_TOKENS, concurrency=3)
     assert counters(server.metrics()) == expected_counters(PROMPTS)
+    assert not device_counters(server.metrics()), "there is no device"
     host_kv_bytes = metric(server, f"{PREFIX}host_kv_bytes")
     assert 0.9 * KV_CACHE_BYTES < host_kv_bytes <= KV_CACHE_BYTES
 
@@ -108,42 +109,31 @@ def test_the_log_says_the_same_for_a_person(server: Server) -> None:
     assert all(line.startswith("decoded ") and "% of their KV cache" in line for line in lines)
 
 
-def test_two_api_servers_expose_one_sum(model: Path, tmp_path: Path) -> None:
-    """Whichever of the two answers, its figures are those of both; and both did count."""
-    kept = tmp_path / "prometheus"
-    kept.mkdir()
-    env = {**server_env(), "PROMETHEUS_MULTIPROC_DIR": str(kept)}
-    with Server(model, [*SELECTED, "--api-server-count=2"], env, tmp_path / "server.log") as two:
-        two.wait_ready(START_TIMEOUT_S)
-        for prompt in PROMPTS:  # a connection each: the kernel deals them out to both
-            complete(named(two), [prompt] * 3, ANSWER_TOKENS, concurrency=1)
-        seen = [counters(two.metrics()) for _ in range(6)]
-        assert all(values == expected_counters(PROMPTS * 3) for values in seen)
-        assert {metric(two, f"{PREFIX}host_kv_bytes") for _ in range(6)} == {seen_by_one(two)}
-        assert not device_counters(two.metrics()), "there is no device"
-        each = [rows_counted_by(file, tmp_path) for file in sorted(kept.glob("counter_*.db"))]
-        assert sum(rows > 0 for rows in each) == 2, each
+def test_two_api_servers_expose_one_sum_and_count_a_device(model: Path, tmp_path: Path) -> None:
+    """Whichever of the two answers, its figures are those of both; and both did count.
 
-
-def test_a_device_is_counted_by_two_api_servers_as_by_one(model: Path, tmp_path: Path) -> None:
-    """The pool was asked for what decoding read; every page was there or copied; and the host took some groups."""
+    They are those of a server without a device; beside them, the pool was asked for what decoding read, every page was
+    there or copied, and the host took some groups.
+    """
     kept = tmp_path / "prometheus"
     kept.mkdir()
     env = {**server_env(), "PROMETHEUS_MULTIPROC_DIR": str(kept)}
     device = our_args(policy="topk", topk_pages=TOPK_PAGES, device="emulated", host_share="uniform")
     args = [*SELECTED, *device, "--api-server-count=2"]
+    expected = expected_counters(PROMPTS * 3)
     with Server(model, args, env, tmp_path / "server.log") as two:
         two.wait_ready(START_TIMEOUT_S)
-        for prompt in PROMPTS:
+        for prompt in PROMPTS:  # a connection each: the kernel deals them out to both
             complete(named(two), [prompt] * 3, ANSWER_TOKENS, concurrency=1)
-        seen = [device_counters(two.metrics()) for _ in range(6)]
-        sums = seen[0]
-        assert all(values == sums for values in seen)
-        read = expected_counters(PROMPTS * 3)["pages_read"]
-        assert sums["pages_wanted"] + sums["pages_on_host"] == read
+        expositions = [two.metrics() for _ in range(6)]
+        assert [counters(exposition) for exposition in expositions] == [expected] * len(expositions)
+        assert {metric(two, f"{PREFIX}host_kv_bytes") for _ in range(6)} == {seen_by_one(two)}
+        sums = device_counters(expositions[0])
+        assert all(device_counters(exposition) == sums for exposition in expositions)
+        assert sums["pages_wanted"] + sums["pages_on_host"] == expected["pages_read"]
         assert sums["pages_hit"] + sums["pages_fetched"] == sums["pages_wanted"]
         assert 0 < sums["pages_fetched"] < sums["pages_hit"]
-        assert 0 < sums["groups_on_host"] < expected_counters(PROMPTS * 3)["selections"]
+        assert 0 < sums["groups_on_host"] < expected["selections"]
         assert 0 < sums["pages_on_host"] <= TOPK_PAGES * sums["groups_on_host"]
         assert 0 < sums["device_busy_s"] < sums["step_s"]
         assert 0 < sums["host_busy_s"] < sums["step_s"]

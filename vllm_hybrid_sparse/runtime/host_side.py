@@ -18,6 +18,7 @@ class HostResult:
     state: HostState  # of the candidates alone
     pages_read: int  # the first so many of the reading's
     kept: float  # P_acc at the stop; 1 without a threshold
+    looks: int = 0  # at the threshold
 
 
 class HostSide:
@@ -47,13 +48,14 @@ class HostSide:
             state = self.attend(query, kv_cache, block_table, reading, reading.pages)
             return HostResult(state=state, pages_read=len(reading.pages), kept=1.0)
         state = self.attend(query, kv_cache, block_table, reading, ())
-        read, kept = 0, 1.0
+        read, kept, looks = 0, 1.0, 0
         for index in range(reading.microbatches):
             part = self.attend(query, kv_cache, block_table, reading, reading.microbatch(index))
             out, lse = merge_states(state.out, state.lse, part.out, part.lse)
             state = HostState(out, lse, torch.minimum(state.lightest_lse, part.lightest_lse))
             read += len(reading.microbatch(index))
             kept = kept_share(torch.logaddexp(retained_lse, state.lse), reading.log_rest(index, state.lightest_lse))
+            looks += 1
             if kept > reading.threshold:
                 break
-        return HostResult(state=state, pages_read=read, kept=kept)
+        return HostResult(state=state, pages_read=read, kept=kept, looks=looks)

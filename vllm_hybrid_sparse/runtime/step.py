@@ -130,7 +130,7 @@ class TieredLayer:
         self.last_pages = {group: readings[group].pages[:count] for group, count in pages.items()}
         step_s = time.perf_counter() - started
         tiers = retained.stats + selected.stats + TierStats(host_busy_s=host_busy_s, step_s=step_s)
-        self._count(step, tiers, readings, hosted, shares)
+        self._count(step, tiers, readings, hosted, shares, selected.stats.microbatches)
 
     def _start_retained(self, step: _Step) -> Future[DeviceResult]:
         """Have the device attend to the retained sets."""
@@ -208,7 +208,9 @@ class TieredLayer:
         readings: Mapping[GroupKey, Reading],
         hosted: Mapping[GroupKey, HostResult],
         shares: Mapping[GroupKey, float],
+        on_device: int,
     ) -> None:
+        """Add up what was done; `on_device`: microbatches of candidates attended on the device, each before a look."""
         kept, stops = 0.0, 0
         looked = [group for group, reading in readings.items() if reading.threshold is not None]
         for group in looked:
@@ -244,6 +246,6 @@ class TieredLayer:
                 early_stops=stops,
                 judged=len(looked),
                 kept_mass=kept,
-                microbatches=tiers.microbatches,
+                microbatches=sum(result.looks for result in hosted.values()) + (on_device if looked else 0),
             ),
         )
