@@ -63,7 +63,8 @@ def reference(
         "max_tokens": ANSWER_TOKENS,
         "margins": True,
     }
-    result = run_jobs([job], folder / "stock.log")["stock"]
+    # One thread: beside other files' servers two wait for each other, and take half as long again.
+    result = run_jobs([job], folder / "stock.log", threads=1)["stock"]
     answers = answers_of(result)
     rows = [{"prompt": prompt, **answer} for prompt, answer in zip(prompts, result["answers"], strict=True)]
     (folder / "answers.json").write_text(json.dumps(rows), encoding="utf-8")

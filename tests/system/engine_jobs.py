@@ -21,13 +21,16 @@ MANY_ENGINES_S = 1800  # for a list of jobs, on a machine that has other work, t
 
 
 def run_jobs(
-    jobs: Sequence[dict[str, Any]], log_path: Path, timeout_s: float = MANY_ENGINES_S
+    jobs: Sequence[dict[str, Any]], log_path: Path, timeout_s: float = MANY_ENGINES_S, threads: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Run `jobs` in a child process and return the results by name; RuntimeError where one is missing."""
+    """Run `jobs` in a child process, by default with a thread a core, and return the results by name.
+
+    Raises RuntimeError where one is missing.
+    """
     env = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in the child itself
-        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        "OMP_NUM_THREADS": str(threads or len(os.sched_getaffinity(0))),
         "OMP_WAIT_POLICY": "passive",
     }
     with log_path.open("wb") as log:
