@@ -24,7 +24,7 @@ def _cases() -> list[object]:
 def server(
     request: pytest.FixtureRequest, smollm2: Path, reference: References, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """One server of ours a variant, after the stock server has given its answers and ended."""
+    """One server of ours a variant, after stock vLLM has given its answers and ended."""
     assert reference
     variant: Variant = request.param
     log_path = tmp_path_factory.mktemp(variant.name) / "server.log"

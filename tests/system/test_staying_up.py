@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -75,25 +76,32 @@ async def stream(server: Server, tokens: int, begun: asyncio.Event) -> tuple[int
     return came, reason
 
 
-def signalled_while_streaming(server: Server, tokens: int, number: signal.Signals) -> tuple[int, str]:
-    """Begin a stream, send the server a signal at its first token, and return what came of the stream."""
+def interrupted(
+    server: Server, tokens: int, interrupt: Callable[[], None], within_s: float | None = None
+) -> tuple[int, str]:
+    """Begin a stream, interrupt the server at its first token, and return what came of the stream."""
 
     async def run() -> tuple[int, str]:
         begun = asyncio.Event()
         streamed = asyncio.create_task(stream(server, tokens, begun))
         await begun.wait()
-        assert server._process is not None
-        server._process.send_signal(number)
-        return await streamed
+        interrupt()
+        return await asyncio.wait_for(streamed, within_s)
 
     return asyncio.run(run())
+
+
+def terminate(server: Server) -> None:
+    """Tell the server's first process to stop, as a supervisor does."""
+    assert server._process is not None
+    server._process.send_signal(signal.SIGTERM)
 
 
 def test_told_to_stop_it_ends_running_answers_first(model: Path, tmp_path: Path) -> None:
     """With --shutdown-timeout, as the images are run: nothing that was begun is lost, and the status is 0."""
     with served(model, tmp_path, f"--shutdown-timeout={DRAIN_S}") as server:
         server.wait_ready(START_TIMEOUT_S)
-        assert signalled_while_streaming(server, 400, signal.SIGTERM) == (400, "length")
+        assert interrupted(server, 400, lambda: terminate(server)) == (400, "length")
         assert exit_status(server) == 0
     assert "draining in-flight requests" in server.log_tail(200)
 
@@ -122,19 +130,6 @@ class Supervised(Server):
         return [str(SUPERVISE), *super().command]
 
 
-def killed_while_streaming(server: Server, worker: int) -> tuple[int, str]:
-    """Begin a stream, kill the worker at its first token, and return what came of the stream."""
-
-    async def run() -> tuple[int, str]:
-        begun = asyncio.Event()
-        streamed = asyncio.create_task(stream(server, 1500, begun))
-        await begun.wait()
-        os.kill(worker, signal.SIGKILL)
-        return await asyncio.wait_for(streamed, ENDS_WITHIN_S)
-
-    return asyncio.run(run())
-
-
 def test_a_killed_worker_ends_the_server_and_the_supervised_one_answers_as_before(model: Path, tmp_path: Path) -> None:
     """It ends, instead of staying up and answering nobody, and whoever supervises it starts it again.
 
@@ -145,18 +140,20 @@ def test_a_killed_worker_ends_the_server_and_the_supervised_one_answers_as_befor
         prompts = byte_prompts(seed=6)[-4:]
         before = complete(server, prompts, max_tokens=8, concurrency=1)
         (worker,) = workers_of(server)
-        came, reason = killed_while_streaming(server, worker)
+        came, reason = interrupted(server, 1500, lambda: os.kill(worker, signal.SIGKILL), within_s=ENDS_WITHIN_S)
         assert 0 < came < 1500
         assert reason != "length"
+        ended_by_s = time.monotonic() + ENDS_WITHIN_S
+        while "supervise: the server ended with status 0" not in (log := server.log_tail(400)):
+            assert time.monotonic() < ended_by_s, f"the server did not end:\n{log}"
+            time.sleep(0.5)
+        assert "died" in log
         end_s = time.monotonic() + START_TIMEOUT_S
         while workers_of(server) in ([], [worker]) and time.monotonic() < end_s:
             time.sleep(0.5)
         server.wait_ready(START_TIMEOUT_S)
         assert workers_of(server) != [worker]
         assert complete(server, prompts, max_tokens=8, concurrency=4) == before
-        log = server.log_path.read_text(encoding="utf-8", errors="replace")
-    assert "died" in log
-    assert "supervise: the server ended with status 0" in log
 
 
 def statuses(server: Server, requests: int) -> list[int]:
@@ -189,7 +186,7 @@ def test_overrun_it_turns_the_excess_away_and_told_to_stop_without_a_time_it_bre
         assert metric(server, "vllm:admission_rejections_total") == seen.count(503)
         assert complete(server, prompts, max_tokens=8, concurrency=6) == before
         begun_s = time.monotonic()
-        came, _reason = signalled_while_streaming(server, 1500, signal.SIGTERM)
+        came, _reason = interrupted(server, 1500, lambda: terminate(server))
         assert 0 < came < 1500
         assert exit_status(server) == 0
         assert time.monotonic() - begun_s < SILENT_S + 30

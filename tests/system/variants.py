@@ -1,4 +1,4 @@
-"""The servers that the exactness tests run: how ours and stock vLLM are started."""
+"""What the exactness tests run: how our servers and the engine of stock vLLM are started."""
 
 import json
 from dataclasses import dataclass
