@@ -43,39 +43,58 @@ static void prepare_summary_query(const void* query, const Layout& layout, float
   }
 }
 
-// Rows against `Pages` summaries that lie one after another.
-template <class T, int Rows, int Pages>
+// A run of dims of `Pages` summaries from the tile's `first_page` on, times the rows' operands; `Last` is half of one.
+template <class T, int Rows, int Pages, bool Last>
+[[gnu::always_inline]]
+static inline void add_run(const char* summaries, int64_t bytes, const typename T::Operand* const* queries, int element,
+                           const SummariesAhead& ahead, int first_page, vf (&acc)[Rows][Pages]) {
+  const int64_t at = element * static_cast<int64_t>(sizeof(typename T::Element));
+  typename T::Run run[Pages];
+  for (int p = 0; p < Pages; ++p) {
+    run[p] = T::template load_run<Last>(summaries + (first_page + p) * bytes + at);
+    if (ahead) prefetch(ahead.page(first_page + p) + at);
+  }
+  for (int r = 0; r < Rows; ++r) {
+    const typename T::Run q = T::template load_operands<Last>(queries[r] + element);
+    for (int p = 0; p < Pages; ++p) acc[r][p] = T::multiply_run(acc[r][p], run[p], q);
+  }
+}
+
+// Rows against `Pages` summaries that lie one after another, in whole runs but for the `Last`. As many at once as leave the sums in
+// registers; a choice of variant at run time inside the loop would take GCC to store them there, too, each time.
+template <class T, int Rows, int Pages, bool Last>
 static inline void score_tile(const ScoreArgs& args, const void* const* rows, const char* summaries, const SummariesAhead& ahead,
                               float* scores) {
   using Operand = typename T::Operand;
+  constexpr int kAtOnce = Pages < kPagesAtOnce ? Pages : kPagesAtOnce;
   const int64_t bytes = args.table.summary_bytes;
-  const int elements = args.summary_elements;
+  const int whole = args.summary_elements / T::run_elements * T::run_elements;
   const Operand* queries[Rows];
   for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const Operand*>(rows[r]);
-  vf acc[kScoreRows][kScorePages];
+  vf by_lane[kScoreRows][kScorePages];
   for (int r = 0; r < kScoreRows; ++r)
-    for (int p = 0; p < kScorePages; ++p) acc[r][p] = zero();
-  for (int e = 0; e < elements; e += T::run_elements) {
-    const int count = elements - e;
-    typename T::Run run[Pages];
-    for (int p = 0; p < Pages; ++p) {
-      const int64_t at = e * static_cast<int64_t>(sizeof(typename T::Element));
-      run[p] = T::load_run(summaries + p * bytes + at, count);
-      if (ahead) prefetch(ahead.page(p) + at);
-    }
-    for (int r = 0; r < Rows; ++r) {
-      const typename T::Run q = T::load_operands(queries[r] + e, count);
-      for (int p = 0; p < Pages; ++p) acc[r][p] = T::multiply_run(acc[r][p], run[p], q);
-    }
+    for (int p = r < Rows ? Pages : 0; p < kScorePages; ++p) by_lane[r][p] = zero();
+  for (int page = 0; page < Pages; page += kAtOnce) {
+    vf acc[Rows][kAtOnce];
+    for (int r = 0; r < Rows; ++r)
+      for (int p = 0; p < kAtOnce; ++p) acc[r][p] = zero();
+    for (int element = 0; element < whole; element += T::run_elements)
+      add_run<T, Rows, kAtOnce, false>(summaries, bytes, queries, element, ahead, page, acc);
+    if constexpr (Last) add_run<T, Rows, kAtOnce, true>(summaries, bytes, queries, whole, ahead, page, acc);
+    for (int r = 0; r < Rows; ++r)
+      for (int p = 0; p < kAtOnce; ++p) by_lane[r][page + p] = acc[r][p];
   }
-  sum_lanes<Rows, Pages>(acc, args.scale, scores, args.row_stride);
+  sum_lanes<Rows, Pages>(by_lane, args.scale, scores, args.row_stride);
 }
 
 template <class T, int Rows, int Pages>
 static inline void score_row_tile(const ScoreArgs& args, const void* const* queries, int rows, const char* summaries,
                                   const SummariesAhead& ahead, float* scores) {
   if (rows == Rows) {
-    score_tile<T, Rows, Pages>(args, queries, summaries, ahead, scores);
+    if (args.summary_elements % T::run_elements == 0)
+      score_tile<T, Rows, Pages, false>(args, queries, summaries, ahead, scores);
+    else if constexpr (T::run_elements > 16)
+      score_tile<T, Rows, Pages, true>(args, queries, summaries, ahead, scores);
   } else if constexpr (Rows > 1) {
     score_row_tile<T, Rows - 1, Pages>(args, queries, rows, summaries, ahead, scores);
   }
