@@ -180,7 +180,9 @@ static inline vb half_bytes(const char* p) {
 inline constexpr int kLinesPerSum = 8;  // sums of 16 bits hold 8 x 4 x 2 products of at most 3 x 127
 static inline vs no_products() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 static inline vs add_products(vs sum, vb x, vb y) {
-  return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(x.a, y.a)), _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(x.b, y.b))};
+  sum = {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(x.a, y.a)), _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(x.b, y.b))};
+  asm("" : "+x"(sum.a), "+x"(sum.b));  // here and now: GCC would gather the products first and run out of registers
+  return sum;
 }
 static inline vf product_sums(vs sum) {
   const __m256i ones = _mm256_set1_epi16(1);
