@@ -51,17 +51,25 @@ static inline void add_run(const char* summaries, int64_t bytes, const typename 
   const int64_t at = element * static_cast<int64_t>(sizeof(typename T::Element));
   typename T::Run run[Pages];
   for (int p = 0; p < Pages; ++p) {
-    run[p] = T::template load_run<Last>(summaries + (first_page + p) * bytes + at);
+    const char* from = summaries + (first_page + p) * bytes + at;
+    if constexpr (Last)
+      run[p] = T::load_half_run(from);
+    else
+      run[p] = T::load_run(from);
     if (ahead) prefetch(ahead.page(first_page + p) + at);
   }
   for (int r = 0; r < Rows; ++r) {
-    const typename T::Run q = T::template load_operands<Last>(queries[r] + element);
+    typename T::Run q;
+    if constexpr (Last)
+      q = T::load_half_operands(queries[r] + element);
+    else
+      q = T::load_operands(queries[r] + element);
     for (int p = 0; p < Pages; ++p) acc[r][p] = T::multiply_run(acc[r][p], run[p], q);
   }
 }
 
 // Rows against `Pages` summaries that lie one after another, in whole runs but for the `Last`. As many at once as leave the sums in
-// registers; a choice of variant at run time inside the loop would take GCC to store them there, too, each time.
+// registers; a choice of variant at run time inside the loop makes GCC store them in memory, too, in every turn.
 template <class T, int Rows, int Pages, bool Last>
 static inline void score_tile(const ScoreArgs& args, const void* const* rows, const char* summaries, const SummariesAhead& ahead,
                               float* scores) {

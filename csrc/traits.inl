@@ -19,9 +19,7 @@ struct F32 {
   using Operand = float;
   using Run = vf;
   static constexpr int run_elements = 16;
-  template <bool>
   static inline Run load_run(const char* p) { return load_elements(p); }
-  template <bool>
   static inline Run load_operands(const Operand* p) { return load(p); }
   static inline vf multiply_run(vf acc, Run a, Run b) { return fma(a, b, acc); }
   static inline void store_operands(Operand* out, vf x) { store(out, x); }
@@ -44,9 +42,7 @@ struct F16 {
   using Operand = float;
   using Run = vf;
   static constexpr int run_elements = 16;
-  template <bool>
   static inline Run load_run(const char* p) { return load_elements(p); }
-  template <bool>
   static inline Run load_operands(const Operand* p) { return load(p); }
   static inline vf multiply_run(vf acc, Run a, Run b) { return fma(a, b, acc); }
   static inline void store_operands(Operand* out, vf x) { store(out, x); }
@@ -78,9 +74,7 @@ struct Bf16 {
   using Operand = float;
   using Run = vf;
   static constexpr int run_elements = 16;
-  template <bool>
   static inline Run load_run(const char* p) { return load_elements(p); }
-  template <bool>
   static inline Run load_operands(const Operand* p) { return load(p); }
   static inline vf multiply_run(vf acc, Run a, Run b) { return fma(a, b, acc); }
   static inline void store_operands(Operand* out, vf x) { store(out, x); }
@@ -106,19 +100,16 @@ struct Bf16Dot {
   static inline void store_weights(Op* out, vf weights) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(weights));
   }
-  // A run of summary elements and of prepared summary operands (bf16); `Last` is half of one.
+  // A run of summary elements and of prepared summary operands (bf16).
   using Operand = uint16_t;
   using Run = __m512bh;
   static constexpr int run_elements = 32;
-  template <bool Last>
-  static inline Run load_run(const char* p) {
-    if constexpr (Last) return (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    return (__m512bh)_mm512_loadu_si512(p);
+  static inline Run load_run(const char* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static inline Run load_half_run(const char* p) {
+    return (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
-  template <bool Last>
-  static inline Run load_operands(const Operand* p) {
-    return load_run<Last>(reinterpret_cast<const char*>(p));
-  }
+  static inline Run load_operands(const Operand* p) { return load_run(reinterpret_cast<const char*>(p)); }
+  static inline Run load_half_operands(const Operand* p) { return load_half_run(reinterpret_cast<const char*>(p)); }
   static inline vf multiply_run(vf acc, Run a, Run b) { return _mm512_dpbf16_ps(acc, a, b); }
   static inline void store_operands(Operand* out, vf x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(x));
