@@ -18,6 +18,7 @@ struct Chunk {
   int value_steps[kChunkPages];  // steps all of whose tokens some row sees; 0 for a filler page
   bool half_step[kChunkPages];   // one more step, of which only the first token is there: the rest is not ours to read
   int pages;
+  int whole_at;  // a row that sees so many tokens sees all of the chunk, which is full
   int position;  // of its first page in reading order
 };
 
@@ -68,7 +69,10 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
       for (int i = 0; i < Ahead && s % kStepsPerLine == 0; ++i)
         prefetch(chunk.next[chunk.first_ahead + i] + ahead + s * kAheadBytes);
       typename T::Step v[Columns];
-      for (int j = 0; j < Columns; ++j) v[j] = T::load_step(value + s * step_bytes + j * kColumnBytes);
+      for (int j = 0; j < Columns; ++j) {
+        v[j] = T::load_step(value + s * step_bytes + j * kColumnBytes);
+        T::pin(v[j]);
+      }
       for (int r = 0; r < Rows; ++r) {
         const typename T::Broadcast w = T::broadcast(weights + r * kOpsPerRow + page * kOpsPerPage + s);
         for (int j = 0; j < Columns; ++j) acc[r][j] = T::multiply_add(acc[r][j], v[j], w);
@@ -84,26 +88,30 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
       }
     }
   }
+  asm("" : "+r"(out), "+r"(head_dim));  // the addresses are computed again: kept, they would push sums out of registers
   for (int r = 0; r < Rows; ++r)
     for (int j = 0; j < Columns; ++j) store(out + r * head_dim + first_dim + 16 * j, acc[r][j]);
 }
 
-// Scores of one row -> weights, with the row's running maximum, sum and lightest page brought up to date. Returns the
-// factor by which the row's output so far must shrink. A maximum that stands, as nearly all do, costs one comparison.
+// Scores of one row -> weights, with the row's running maximum and lightest page brought up to date. Returns the factor by
+// which the row's output and sum so far must shrink; `added` receives what the lanes add to the sum. A maximum that stands, as nearly
+// all do, costs one comparison.
 template <class T>
 [[gnu::always_inline]]
 static inline float softmax_row(const float* scores, const Chunk<T>& chunk, float scale, int visible, float* row_max,
-                                float* row_sum, float* lightest_page, typename T::Op* weights) {
+                                float* lightest_page, typename T::Op* weights, vf& added) {
   constexpr int kOpsPerPage = kPageTokens / T::pack;
+  constexpr float kLog2E = 1.44269504088896341f;
   const float minus_infinity = -__builtin_inff();
-  vf highest = set1(minus_infinity);
   vf x[kChunkPages];
-  for (int page = 0; page < kChunkPages; ++page) {
-    x[page] = mul(load(scores + page * kPageTokens), set1(scale));
-    const int seen = page < chunk.pages ? visible - chunk.first_token[page] : 0;
-    if (seen < kPageTokens) x[page] = keep_first(x[page], seen > 0 ? seen : 0, minus_infinity);
-    highest = max(highest, x[page]);
+  for (int page = 0; page < kChunkPages; ++page) x[page] = load(scores + page * kPageTokens);
+  if (visible < chunk.whole_at) {
+    for (int page = 0; page < kChunkPages; ++page) {
+      const int seen = page < chunk.pages ? visible - chunk.first_token[page] : 0;
+      if (seen < kPageTokens) x[page] = keep_first(x[page], seen > 0 ? seen : 0, minus_infinity);
+    }
   }
+  const vf highest = mul(max(max(x[0], x[1]), max(x[2], x[3])), set1(scale));
   float rescale = 1.0f;
   if (any_above(highest, *row_max)) {
     const float new_max = reduce_max(highest);
@@ -113,22 +121,23 @@ static inline float softmax_row(const float* scores, const Chunk<T>& chunk, floa
       rescale = natural_exp(*row_max - new_max);
       if (lightest_page) *lightest_page *= rescale;
     }
-    *row_sum *= rescale;
     *row_max = new_max;
   } else if (*row_max == minus_infinity) {  // this row has seen nothing yet
     for (int page = 0; page < kChunkPages; ++page) T::store_weights(weights + page * kOpsPerPage, zero());
+    added = zero();
     return rescale;
   }
-  const vf shift = set1(-*row_max);
+  const vf factor = set1(scale * kLog2E), shift = set1(-*row_max * kLog2E);
   for (int page = 0; page < kChunkPages; ++page) {
-    x[page] = exp_nonpositive(add(x[page], shift));
+    x[page] = T::exp2(fma(x[page], factor, shift));
     T::store_weights(weights + page * kOpsPerPage, x[page]);
   }
-  float sums[kChunkPages];
-  reduce_add4(x[0], x[1], x[2], x[3], 1.0f, sums);
-  for (int page = 0; page < kChunkPages; ++page) {
-    *row_sum += sums[page];
-    if (lightest_page && page < chunk.pages && sums[page] < *lightest_page) *lightest_page = sums[page];
+  added = add(add(x[0], x[1]), add(x[2], x[3]));
+  if (lightest_page) {
+    float sums[kChunkPages];
+    reduce_add4(x[0], x[1], x[2], x[3], 1.0f, sums);
+    for (int page = 0; page < chunk.pages; ++page)
+      if (sums[page] < *lightest_page) *lightest_page = sums[page];
   }
   return rescale;
 }
@@ -174,11 +183,21 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
     keep_scores<T, Rows>(args, chunk, first_row, scores);
     if (!args.out) return;
   }
+  vf added[Rows + 3];
   for (int r = 0; r < Rows; ++r) {
     const int row = first_row + r;
     rescale[r] = softmax_row<T>(scores + r * kChunkTokens, chunk, args.scale, args.visible[row], args.row_max + row,
-                                args.row_sum + row, args.page_lse_min ? args.page_lse_min + row : nullptr,
-                                weights + r * (kChunkTokens / T::pack));
+                                args.page_lse_min ? args.page_lse_min + row : nullptr,
+                                weights + r * (kChunkTokens / T::pack), added[r]);
+  }
+  for (int r = Rows; r < Rows + 3; ++r) added[r] = zero();
+  for (int r = 0; r < Rows; r += 4) {  // four rows' lanes are added up together
+    float sums[4];
+    reduce_add4(added[r], added[r + 1], added[r + 2], added[r + 3], 1.0f, sums);
+    for (int i = r; i < Rows && i < r + 4; ++i) {
+      float& row_sum = args.row_sum[first_row + i];
+      row_sum = row_sum * rescale[i] + sums[i - r];
+    }
   }
   float* out = args.out + int64_t{first_row} * args.head_dim;
   with_ahead(ahead, [&]<int Ahead>() __attribute__((always_inline)) {
@@ -229,11 +248,13 @@ static void attend(const AttendArgs& args) {
     Chunk<T> chunk;
     chunk.pages = args.num_pages - begin < kChunkPages ? args.num_pages - begin : kChunkPages;
     chunk.position = begin;
+    chunk.whole_at = chunk.pages < kChunkPages ? std::numeric_limits<int>::max() : 0;
     const bool more = begin + kChunkPages < args.num_pages;
     for (int i = 0; i < kChunkPages; ++i) {
       chunk.keys[i] = following[i];
       chunk.values[i] = following[i] + value_offset;
       chunk.first_token[i] = i < chunk.pages ? number(begin + i) * kPageTokens : 0;
+      if (chunk.first_token[i] + kPageTokens > chunk.whole_at) chunk.whole_at = chunk.first_token[i] + kPageTokens;
       const int seen = i < chunk.pages ? furthest - chunk.first_token[i] : 0;
       const int tokens = seen < 0 ? 0 : seen < kPageTokens ? seen : kPageTokens;
       chunk.value_steps[i] = tokens / T::pack;

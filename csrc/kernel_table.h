@@ -19,7 +19,7 @@ struct AttendArgs {
   int num_pages;
   PageTable table;
   int head_dim;
-  float scale;
+  float scale;          // above 0: a row's highest score is looked for before it is scaled
   float* row_max;       // [rows]            state: maximum score, -inf where no key was seen
   float* row_sum;       // [rows]            state: sum of exp(score - row_max)
   float* out;           // [rows, head_dim]  state: sum of exp(score - row_max) * value

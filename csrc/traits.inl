@@ -1,5 +1,6 @@
 // How each KV dtype is read and multiplied. A "step" is one register of a page: for K it holds `pack` dims of 16
-// tokens, for V `pack` tokens of 16 dims. `Op` is what one row multiplies a step with, once per step.
+// tokens, for V `pack` tokens of 16 dims. `Op` is what one row multiplies a step with, once per step. A pinned step stays
+// in its register, where GCC would load it again for each row.
 // Included inside the namespace and target region of one instruction set, after its vec_*.inl.
 
 struct F32 {
@@ -9,11 +10,13 @@ struct F32 {
   using Broadcast = vf;
   static constexpr int pack = 1;
   static inline Step load_step(const char* p) { return load(reinterpret_cast<const float*>(p)); }
+  static inline void pin(Step& s) { pin_register(s); }
   static inline Broadcast broadcast(const Op* op) { return set1(op->x); }
   static inline vf multiply_add(vf acc, Step s, Broadcast b) { return fma(s, b, acc); }
   static inline vf load_elements(const char* p) { return load(reinterpret_cast<const float*>(p)); }
   static inline float to_float(Element x) { return x; }
   static inline Element from_float(float x) { return x; }
+  static inline vf exp2(vf x) { return exp2_float(x); }
   static inline void store_weights(Op* out, vf weights) { store(&out->x, weights); }
   // A run of summary elements and of prepared summary operands (float).
   using Operand = float;
@@ -32,11 +35,13 @@ struct F16 {
   using Broadcast = vf;
   static constexpr int pack = 1;
   static inline Step load_step(const char* p) { return load_f16(p); }
+  static inline void pin(Step& s) { pin_register(s); }
   static inline Broadcast broadcast(const Op* op) { return set1(op->x); }
   static inline vf multiply_add(vf acc, Step s, Broadcast b) { return fma(s, b, acc); }
   static inline vf load_elements(const char* p) { return load_f16(p); }
   static inline float to_float(Element x) { return f16_to_float(x); }
   static inline Element from_float(float x) { return float_to_f16(x); }
+  static inline vf exp2(vf x) { return exp2_float(x); }
   static inline void store_weights(Op* out, vf weights) { store(&out->x, weights); }
   // A run of summary elements and of prepared summary operands (float).
   using Operand = float;
@@ -64,11 +69,16 @@ struct Bf16 {
     s.odd = zero();
     return s;
   }
+  static inline void pin(Step& s) {
+    pin_register(s.even);
+    pin_register(s.odd);
+  }
   static inline Broadcast broadcast(const Op* op) { return {set1(op->even), set1(op->odd)}; }
   static inline vf multiply_add(vf acc, Step s, Broadcast b) { return fma(s.odd, b.odd, fma(s.even, b.even, acc)); }
   static inline vf load_elements(const char* p) { return load_bf16(p); }
   static inline float to_float(Element x) { return bf16_to_float(x); }
   static inline Element from_float(float x) { return float_to_bf16(x); }
+  static inline vf exp2(vf x) { return exp2_bf16(x); }
   static inline void store_weights(Op* out, vf weights) { store(&out->even, weights); }
   // A run of summary elements and of prepared summary operands (float).
   using Operand = float;
@@ -92,11 +102,13 @@ struct Bf16Dot {
   static inline Step load_half_step(const char* p) {
     return (__m512bh)_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(0xffff));
   }
+  static inline void pin(Step& s) { asm("" : "+v"(s)); }
   static inline Broadcast broadcast(const Op* op) { return (__m512bh)_mm512_set1_epi32(static_cast<int>(op->pair)); }
   static inline vf multiply_add(vf acc, Step s, Broadcast b) { return _mm512_dpbf16_ps(acc, s, b); }
   static inline vf load_elements(const char* p) { return load_bf16(p); }
   static inline float to_float(Element x) { return bf16_to_float(x); }
   static inline Element from_float(float x) { return float_to_bf16(x); }
+  static inline vf exp2(vf x) { return exp2_bf16(x); }
   static inline void store_weights(Op* out, vf weights) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(weights));
   }

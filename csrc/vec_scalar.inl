@@ -19,6 +19,7 @@ static inline vf mul(vf a, vf b) { HYBRID_SPARSE_LANES a.v[i] *= b.v[i]; return 
 static inline vf fma(vf a, vf b, vf c) { HYBRID_SPARSE_LANES c.v[i] += a.v[i] * b.v[i]; return c; }
 static inline vf max(vf a, vf b) { HYBRID_SPARSE_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 static inline vf min(vf a, vf b) { HYBRID_SPARSE_LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+static inline void pin_register(vf&) {}
 static inline float reduce_add(vf x) { float r = 0; HYBRID_SPARSE_LANES r += x.v[i]; return r; }
 static inline float reduce_max(vf x) { float r = x.v[0]; HYBRID_SPARSE_LANES r = r > x.v[i] ? r : x.v[i]; return r; }
 static inline float reduce_min(vf x) { float r = x.v[0]; HYBRID_SPARSE_LANES r = r < x.v[i] ? r : x.v[i]; return r; }
@@ -41,6 +42,8 @@ static inline vf keep_first(vf x, int count, float fill) {
   for (int i = count < 0 ? 0 : count; i < 16; ++i) x.v[i] = fill;
   return x;
 }
+static inline vf exp2_float(vf x) { HYBRID_SPARSE_LANES x.v[i] = std::exp2(x.v[i]); return x; }
+static inline vf exp2_bf16(vf x) { return exp2_float(x); }
 static inline vf exp_nonpositive(vf x) { HYBRID_SPARSE_LANES x.v[i] = std::exp(x.v[i]); return x; }
 
 static inline void load_bf16_pairs(const char* p, vf& even, vf& odd) {
@@ -65,7 +68,7 @@ static inline void prefetch(const char*) {}
 
 static inline vf log2_positive(vf x) { HYBRID_SPARSE_LANES x.v[i] = std::log2(x.v[i]); return x; }
 static inline vf limit(vf x, float magnitude) { return max(min(x, set1(magnitude)), set1(-magnitude)); }
-static inline vf exp2_estimate(vf x) { HYBRID_SPARSE_LANES x.v[i] = std::exp2(x.v[i]); return x; }
+static inline vf exp2_estimate(vf x) { return exp2_float(x); }
 static inline uint32_t mask_at_least_zero(vf x) {
   uint32_t mask = 0;
   HYBRID_SPARSE_LANES mask |= (x.v[i] >= 0.0f ? 1u : 0u) << i;

@@ -3,6 +3,7 @@
 What it computes is written to be read in `reference.py`; the page layout is in `memory/layout.py` and `csrc/layout.h`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -148,6 +149,8 @@ class NativeAttention:
             raise KernelError(f"head_dim={head_dim}: must be a multiple of 16, 16 to {MAX_HEAD_DIM}")
         if block_tokens < 16 or block_tokens % 16:
             raise KernelError(f"block_tokens={block_tokens}: must be a multiple of 16")
+        if not 0.0 < scale < math.inf:
+            raise KernelError(f"scale={scale}: must be above 0 and finite")
         if summary not in SUMMARY_VECTORS:
             raise KernelError(f"summary={summary!r}: must be one of {', '.join(SUMMARY_VECTORS)}")
         if code_bits not in CODE_BITS:
