@@ -248,7 +248,7 @@ static void attend(const AttendArgs& args) {
     Chunk<T> chunk;
     chunk.pages = args.num_pages - begin < kChunkPages ? args.num_pages - begin : kChunkPages;
     chunk.position = begin;
-    chunk.whole_at = chunk.pages < kChunkPages ? std::numeric_limits<int>::max() : 0;
+    chunk.whole_at = chunk.pages < kChunkPages ? INT_MAX : 0;
     const bool more = begin + kChunkPages < args.num_pages;
     for (int i = 0; i < kChunkPages; ++i) {
       chunk.keys[i] = following[i];

@@ -4,10 +4,10 @@
 #include <immintrin.h>
 
 #include <bit>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 #include "convert.h"
 #include "kernel_table.h"
