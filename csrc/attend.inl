@@ -26,6 +26,25 @@ struct Chunk {
 template <int Rows>
 inline constexpr int kColumns = Rows > kRowTile ? kColumnTile / 2 : kColumnTile;
 
+// One step of every column, at column(j), times one operand of every row, at operand(r).
+template <class T, int Rows, int Columns, class Column, class Operand>
+[[gnu::always_inline]]
+static inline void multiply_step(vf (&acc)[Rows][Columns], const Column& column, const Operand& operand) {
+  if constexpr (T::template by_halves<Rows>) {
+    multiply_halves(acc, column, operand);
+  } else {
+    typename T::Step x[Columns];
+    for (int j = 0; j < Columns; ++j) {
+      x[j] = T::load_step(column(j));
+      T::pin(x[j]);
+    }
+    for (int r = 0; r < Rows; ++r) {
+      const typename T::Broadcast q = T::broadcast(operand(r));
+      for (int j = 0; j < Columns; ++j) acc[r][j] = T::multiply_add(acc[r][j], x[j], q);
+    }
+  }
+}
+
 template <class T, int Rows, bool Fetch>
 [[gnu::always_inline]]
 static inline void score_tile(const typename T::Op* const* queries, const Chunk<T>& chunk, int first_page, int steps,
@@ -36,13 +55,9 @@ static inline void score_tile(const typename T::Op* const* queries, const Chunk<
   for (int r = 0; r < Rows; ++r)
     for (int j = 0; j < Columns; ++j) acc[r][j] = zero();
   for (int s = 0; s < steps; ++s) {
-    typename T::Step k[Columns];
-    for (int j = 0; j < Columns; ++j) k[j] = T::load_step(chunk.keys[first_page + j] + s * kStepBytes);
     for (int j = 0; Fetch && j < Columns; ++j) prefetch(chunk.soon[first_page + j] + s * kStepBytes);
-    for (int r = 0; r < Rows; ++r) {
-      const typename T::Broadcast q = T::broadcast(queries[r] + s);
-      for (int j = 0; j < Columns; ++j) acc[r][j] = T::multiply_add(acc[r][j], k[j], q);
-    }
+    multiply_step<T>(
+        acc, [&](int j) { return chunk.keys[first_page + j] + s * kStepBytes; }, [&](int r) { return queries[r] + s; });
   }
   for (int r = 0; r < Rows; ++r)
     for (int j = 0; j < Columns; ++j) store(scores + r * kChunkTokens + (first_page + j) * kPageTokens, acc[r][j]);
@@ -68,15 +83,9 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
     for (int s = 0; s < chunk.value_steps[page]; ++s) {
       for (int i = 0; i < Ahead && s % kStepsPerLine == 0; ++i)
         prefetch(chunk.next[chunk.first_ahead + i] + ahead + s * kAheadBytes);
-      typename T::Step v[Columns];
-      for (int j = 0; j < Columns; ++j) {
-        v[j] = T::load_step(value + s * step_bytes + j * kColumnBytes);
-        T::pin(v[j]);
-      }
-      for (int r = 0; r < Rows; ++r) {
-        const typename T::Broadcast w = T::broadcast(weights + r * kOpsPerRow + page * kOpsPerPage + s);
-        for (int j = 0; j < Columns; ++j) acc[r][j] = T::multiply_add(acc[r][j], v[j], w);
-      }
+      multiply_step<T>(
+          acc, [&](int j) { return value + s * step_bytes + j * kColumnBytes; },
+          [&](int r) { return weights + r * kOpsPerRow + page * kOpsPerPage + s; });
     }
     if constexpr (T::pack == 2) {
       if (!chunk.half_step[page]) continue;
@@ -209,6 +218,14 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
   });
 }
 
+// A wide tile reads few rows' pages once. Many rows are bound by the loads of a tile: 6 rows by 4 columns take 10 for 24 products,
+// 8 by 2 take 10 for 16. By halves, tiles of two rows take less time a row than wider ones, whose sums go through memory.
+template <class T>
+static int rows_of_tile(int rows) {
+  if (T::template by_halves<2> && rows > kRowTile) return 2;
+  return rows > 2 * kWideRowTile ? kRowTile : kWideRowTile;
+}
+
 template <class T, bool Keep, int Rows>
 static void attend_row_tile(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int rows, int ahead) {
   if (rows == Rows) {
@@ -234,9 +251,7 @@ static void attend(const AttendArgs& args) {
   for (int r = 0; r < args.rows; ++r) furthest = args.visible[r] > furthest ? args.visible[r] : furthest;
 
   const int64_t value_offset = args.table.page_bytes / 2;
-  // A wide tile reads few rows' pages once. Many rows are bound by the loads of a tile: 6 rows by 4 columns take 10 for 24 products,
-  // 8 by 2 take 10 for 16.
-  const int tile_rows = args.rows > 2 * kWideRowTile ? kRowTile : kWideRowTile;
+  const int tile_rows = rows_of_tile<T>(args.rows);
   const int tiles = (args.rows + tile_rows - 1) / tile_rows;
   const int share = tiles == 1 ? kChunkPages : tiles < kChunkPages ? kChunkPages / 2 : 1;
   const char* following[kChunkPages];

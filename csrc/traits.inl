@@ -9,6 +9,8 @@ struct F32 {
   using Step = vf;
   using Broadcast = vf;
   static constexpr int pack = 1;
+  template <int>
+  static constexpr bool by_halves = false;
   static inline Step load_step(const char* p) { return load(reinterpret_cast<const float*>(p)); }
   static inline void pin(Step& s) { pin_register(s); }
   static inline Broadcast broadcast(const Op* op) { return set1(op->x); }
@@ -34,6 +36,8 @@ struct F16 {
   using Step = vf;
   using Broadcast = vf;
   static constexpr int pack = 1;
+  template <int>
+  static constexpr bool by_halves = false;
   static inline Step load_step(const char* p) { return load_f16(p); }
   static inline void pin(Step& s) { pin_register(s); }
   static inline Broadcast broadcast(const Op* op) { return set1(op->x); }
@@ -59,6 +63,9 @@ struct Bf16 {
   struct Step { vf even, odd; };
   struct Broadcast { vf even, odd; };
   static constexpr int pack = 2;
+  // Whether a tile of so many rows takes the even dims (or tokens) of its columns before the odd ones: both do not fit.
+  template <int Rows>
+  static constexpr bool by_halves = kFewRegisters && Rows == 2;
   static inline Step load_step(const char* p) {
     Step s;
     load_bf16_pairs(p, s.even, s.odd);
@@ -98,6 +105,8 @@ struct Bf16Dot {
   using Step = __m512bh;
   using Broadcast = __m512bh;
   static constexpr int pack = 2;
+  template <int>
+  static constexpr bool by_halves = false;
   static inline Step load_step(const char* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static inline Step load_half_step(const char* p) {
     return (__m512bh)_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(0xffff));

@@ -3,6 +3,7 @@
 inline constexpr int kRowTile = 3;  // 3 rows x 2 pages x 2 registers: 12 of 16
 inline constexpr int kColumnTile = 2;
 inline constexpr int kWideRowTile = kRowTile;
+inline constexpr bool kFewRegisters = true;
 
 struct vf {
   __m256 a, b;
@@ -123,6 +124,37 @@ static inline void load_bf16_pairs(const char* p, vf& even, vf& odd) {
   const __m256i r1 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
   even = {_mm256_castsi256_ps(_mm256_slli_epi32(r0, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(r1, 16))};
   odd = {_mm256_castsi256_ps(_mm256_and_si256(r0, high)), _mm256_castsi256_ps(_mm256_and_si256(r1, high))};
+}
+// Of 16 bf16 elements the even or the odd ones. Loaded for each, and the mask read from memory: kept, they would take registers
+// that sums need.
+alignas(32) static const uint32_t kOddElements[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                                     0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+template <int Odd>
+static inline __m256 load_bf16_half(const char* p) {
+  if constexpr (Odd) asm("" : "+r"(p));
+  __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  if constexpr (Odd)
+    asm("vpand %1, %0, %0" : "+x"(raw) : "m"(kOddElements));
+  else
+    raw = _mm256_slli_epi32(raw, 16);
+  return _mm256_castsi256_ps(raw);
+}
+// acc[r][j] += the step at column(j), of 32 bf16 elements, times the pair at operand(r): even elements first, a register at a time.
+template <int Rows, int Columns, class Column, class Operand>
+[[gnu::always_inline]]
+static inline void multiply_halves(vf (&acc)[Rows][Columns], const Column& column, const Operand& operand) {
+  const auto half = [&]<int Odd>() __attribute__((always_inline)) {
+    __m256 q[Rows];
+    for (int r = 0; r < Rows; ++r) q[r] = _mm256_set1_ps(Odd ? operand(r)->odd : operand(r)->even);
+    for (int j = 0; j < Columns; ++j) {
+      const __m256 low = load_bf16_half<Odd>(column(j));
+      for (int r = 0; r < Rows; ++r) acc[r][j].a = _mm256_fmadd_ps(low, q[r], acc[r][j].a);
+      const __m256 high = load_bf16_half<Odd>(column(j) + 32);
+      for (int r = 0; r < Rows; ++r) acc[r][j].b = _mm256_fmadd_ps(high, q[r], acc[r][j].b);
+    }
+  };
+  half.template operator()<0>();
+  half.template operator()<1>();
 }
 static inline vf load_bf16(const char* p) {
   const __m128i r0 = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

@@ -3,6 +3,7 @@
 inline constexpr int kRowTile = 6;    // rows x key pages (or 16-dim columns) held in registers: 24 of 32
 inline constexpr int kColumnTile = 4;
 inline constexpr int kWideRowTile = 8;  // with half the columns: 16 registers
+inline constexpr bool kFewRegisters = false;
 
 using vf = __m512;
 

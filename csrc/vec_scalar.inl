@@ -3,6 +3,7 @@
 inline constexpr int kRowTile = 2;
 inline constexpr int kColumnTile = 1;
 inline constexpr int kWideRowTile = kRowTile;
+inline constexpr bool kFewRegisters = false;
 
 struct vf {
   float v[16];
