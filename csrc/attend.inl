@@ -110,7 +110,6 @@ template <class T>
 static inline float softmax_row(const float* scores, const Chunk<T>& chunk, float scale, int visible, float* row_max,
                                 float* lightest_page, typename T::Op* weights, vf& added) {
   constexpr int kOpsPerPage = kPageTokens / T::pack;
-  constexpr float kLog2E = 1.44269504088896341f;
   const float minus_infinity = -__builtin_inff();
   vf x[kChunkPages];
   for (int page = 0; page < kChunkPages; ++page) x[page] = load(scores + page * kPageTokens);

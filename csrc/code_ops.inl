@@ -7,8 +7,6 @@ inline constexpr int kScorePages = 4;  // pages scored together,
 inline constexpr int kScoreRows = 4;   // with as many rows: 16 sums across lanes are taken together
 inline constexpr int kMeanLevels = 15;
 inline constexpr float kFarthestFromMean = 120.0f;  // powers of two between a token's score and its page's mean: no overflow
-inline constexpr float kLog2E = 1.44269504088896341f;
-inline constexpr float kLn2 = 0.693147180559945309f;
 
 // What a query row q, rotated and rounded to 8 bits, is turned into. Scores are in units of log 2. The elements of codes and
 // mean are the odd numbers 2 c - top for c = 0 ... top: <q, element> = a * (sum of q c) - top * sum.

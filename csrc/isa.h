@@ -17,6 +17,9 @@ static inline float natural_exp(float x) { return std::exp(x); }
 
 namespace hybrid_sparse {
 
+inline constexpr float kLog2E = 1.44269504088896341f;
+inline constexpr float kLn2 = 0.693147180559945309f;
+
 // The parts of AVX-512 that all kernels for it use.
 [[maybe_unused]] static inline bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

@@ -88,7 +88,7 @@ static inline __m256 exp_half(__m256 x) {
   const __m256 lowest = _mm256_set1_ps(-87.0f);
   const __m256 alive = _mm256_cmp_ps(x, lowest, _CMP_GE_OQ);
   x = _mm256_max_ps(x, lowest);
-  const __m256 log2e = _mm256_set1_ps(1.44269504088896341f);
+  const __m256 log2e = _mm256_set1_ps(kLog2E);
   const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return _mm256_and_ps(alive, times_exp2(exp2_fraction(_mm256_fmsub_ps(x, log2e, n)), n));
 }

@@ -72,7 +72,7 @@ static inline vf exp2_fraction(vf f) {
 // e^x for x <= 0 (relative error below 3e-7); 0 below -150.
 static inline vf exp_nonpositive(vf x) {
   x = max(x, set1(-150.0f));
-  const vf log2e = set1(1.44269504088896341f);
+  const vf log2e = set1(kLog2E);
   const vf n = _mm512_roundscale_ps(mul(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return _mm512_scalef_ps(exp2_fraction(_mm512_fmsub_ps(x, log2e, n)), n);
 }
