@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.policy.budget import GRANULARITIES, predicted_budgets
 from vllm_hybrid_sparse.predictor.model import HeadProperties, Predictor
 from vllm_hybrid_sparse.predictor.samples import Samples
 from vllm_hybrid_sparse.predictor.training import TrainingConfig, split_prompts, train
@@ -64,8 +65,26 @@ def test_the_quantile_is_the_share_of_budgets_that_suffice(quantile: float) -> N
     budgets = np.repeat(noise[..., None], 5, axis=-1)
     samples = Samples(np.zeros_like(samples.features), budgets, budgets[..., 1:], samples.host_tokens)
     config = TrainingConfig(epochs=10, batch_heads=128, quantile=quantile)
-    predicted = train([samples], config, silent).predict(torch.zeros(1, 41)).base_budget
-    assert float((noise <= float(predicted)).mean()) == pytest.approx(quantile, abs=0.05)
+    predicted = train([samples], config, silent).predict(torch.zeros(1, 41))
+    for blk in GRANULARITIES:
+        budget = predicted_budgets(predicted.base_budget.numpy(), predicted.growth.numpy(), blk)
+        assert float((noise <= budget).mean()) == pytest.approx(quantile, abs=0.05)
+
+
+def test_the_quantile_is_that_of_each_budget_and_not_of_the_two_properties_it_is_made_of() -> None:
+    """bgt_0 and k scatter each by itself, so the sum of their quantiles would suffice more often."""
+    rng = np.random.default_rng(0)
+    samples = prompt(0, steps=200)
+    base, growth = (rng.uniform(*span, samples.budgets.shape[:-1]) for span in ((0.1, 0.3), (0.0, 0.05)))
+    budgets = (base[..., None] + growth[..., None] * LOG_BLK).astype(np.float32)
+    samples = Samples(np.zeros_like(samples.features), budgets, budgets[..., 1:], samples.host_tokens)
+    config = TrainingConfig(epochs=20, batch_heads=128, quantile=0.8)
+    predicted = train([samples], config, silent).predict(torch.zeros(1, 41))
+    line = float(predicted.base_budget) + float(predicted.growth) * LOG_BLK
+    suffices = (budgets <= line).mean(axis=(0, 1, 2))
+    assert suffices[1:] == pytest.approx(0.8, abs=0.03)
+    apart = (budgets <= np.quantile(base, 0.8) + np.quantile(growth, 0.8) * LOG_BLK).mean(axis=(0, 1, 2))
+    assert (apart[1:] > 0.9).all()
 
 
 @pytest.mark.parametrize(("quantile", "skipped"), [(0.5, True), (0.6, True), (0.8, False), (0.9, False)])

@@ -132,12 +132,16 @@ class Predictor(nn.Module):
         outputs: Tensor = self.outputs(self.backbone(standard.clamp(-_FEATURE_LIMIT, _FEATURE_LIMIT)))
         return outputs
 
+    def line(self, outputs: Tensor) -> Tensor:
+        """[heads, 3] f32 as `forward` gives them to [heads, 2]: bgt_0 and k of eq. 1, shares of the host segment."""
+        return outputs[:, :2] * self.target_std + self.target_mean
+
     @torch.inference_mode()
     def predict(self, features: Tensor) -> HeadProperties:
         """The properties of the heads whose features these are, [heads, 41] f32."""
         outputs = self(features)
-        budgets = outputs[:, :2] * self.target_std + self.target_mean
-        return HeadProperties(budgets[:, 0], budgets[:, 1], outputs[:, 2].sigmoid())
+        base_budget, growth = self.line(outputs).unbind(dim=1)
+        return HeadProperties(base_budget, growth, outputs[:, 2].sigmoid())
 
     def save(self, path: Path, origin: PredictorOrigin) -> None:
         """Write the predictor as safetensors; the file appears whole or not at all."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.policy.budget import GRANULARITIES
 from vllm_hybrid_sparse.predictor.labels import fit_growth, is_streaming
 from vllm_hybrid_sparse.predictor.model import Predictor
 from vllm_hybrid_sparse.predictor.samples import Samples
@@ -60,9 +61,12 @@ def split_prompts(sources: Sequence[str], config: TrainingConfig) -> tuple[list[
 def train(prompts: Sequence[Samples], config: TrainingConfig, report: Callable[[int, float], None]) -> Predictor:
     """Fit a predictor to the samples; the same for the same samples, settings, torch and number of threads.
 
-    The paper says "regression objectives" for bgt_0 and k. Here it is the pinball loss of the standardised targets over
-    the retrieval heads, whose quantile says how often a budget shall suffice; for s it is the cross entropy, over all.
-    A head is then taken for a streaming one where that is at least as likely as the quantile.
+    The paper says "regression objectives" for bgt_0 and k. Here it is the pinball loss of what the two are for, the
+    budgets of eq. 1 at the granularities that the selector chooses from, over the retrieval heads; its quantile says
+    how often such a budget shall suffice. (Quantiles of bgt_0 and of k apart would add up to more than that of their
+    budgets; and a line through the budget at one token fits the others worse.) So bgt_0 is where the line meets
+    blk = 1, not a budget to use. For s it is the cross entropy, over all heads. A head is then taken for a streaming
+    one where that is at least as likely as the quantile.
 
     prompts   at least one, with a retrieval head among them, else ConfigError
     report    is told each epoch, from 1, and its mean loss
@@ -71,7 +75,7 @@ def train(prompts: Sequence[Samples], config: TrainingConfig, report: Callable[[
     features = torch.from_numpy(samples.features).flatten(0, 2)
     budgets = torch.from_numpy(samples.budgets).flatten(0, 2)
     streaming = is_streaming(budgets)
-    targets = torch.stack((budgets[:, 0], fit_growth(budgets)), dim=1)
+    properties = torch.stack((budgets[:, 0], fit_growth(budgets)), dim=1)
     if bool(streaming.all()):
         raise ConfigError(
             f"retrieval heads=0 of {len(streaming)}: must be 1 or more; longer windows or a smaller tau help"
@@ -82,9 +86,10 @@ def train(prompts: Sequence[Samples], config: TrainingConfig, report: Callable[[
         predictor = Predictor()
     predictor.feature_mean.copy_(features.mean(dim=0))
     predictor.feature_std.copy_(_deviation(features))
-    predictor.target_mean.copy_(targets[~streaming].mean(dim=0))
-    predictor.target_std.copy_(_deviation(targets[~streaming]))
-    targets = (targets - predictor.target_mean) / predictor.target_std
+    predictor.target_mean.copy_(properties[~streaming].mean(dim=0))
+    predictor.target_std.copy_(_deviation(properties[~streaming]))
+    targets, log_blk = budgets[:, 1:], torch.tensor(GRANULARITIES, dtype=budgets.dtype).log2()
+    deviation = _deviation(targets[~streaming])
 
     steps = config.epochs * math.ceil(len(features) / config.batch_heads)
     optimizer = torch.optim.AdamW(predictor.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
@@ -93,7 +98,10 @@ def train(prompts: Sequence[Samples], config: TrainingConfig, report: Callable[[
     for epoch in range(1, config.epochs + 1):
         total = 0.0
         for batch in torch.randperm(len(features), generator=generator).split(config.batch_heads):
-            loss = _loss(predictor(features[batch]), targets[batch], streaming[batch], config.quantile)
+            outputs = predictor(features[batch])
+            base_budget, growth = predictor.line(outputs).split(1, dim=1)
+            short = (targets[batch] - base_budget - growth * log_blk) / deviation
+            loss = _loss(short, outputs[:, 2], streaming[batch], config.quantile)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -111,7 +119,9 @@ def _deviation(values: Tensor) -> Tensor:
     return torch.where(deviation > 1e-6 * values.abs().amax(dim=0), deviation, 1.0)
 
 
-def _loss(outputs: Tensor, targets: Tensor, streaming: Tensor, quantile: float) -> Tensor:
-    short = (targets - outputs[:, :2])[~streaming]
-    pinball = torch.maximum(quantile * short, (quantile - 1) * short).sum() / max(len(short), 1)
-    return pinball + functional.binary_cross_entropy_with_logits(outputs[:, 2], streaming.to(outputs.dtype))
+def _loss(short: Tensor, logits: Tensor, streaming: Tensor, quantile: float) -> Tensor:
+    """Of a batch: what its budgets lack, in deviations [heads, granularities], and the logits of s."""
+    pinball = torch.maximum(quantile * short, (quantile - 1) * short)[~streaming].mean(dim=1)
+    return pinball.sum() / max(len(pinball), 1) + functional.binary_cross_entropy_with_logits(
+        logits, streaming.to(logits.dtype)
+    )

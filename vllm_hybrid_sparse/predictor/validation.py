@@ -22,7 +22,8 @@ _FIXED_BUDGET = 0.05
 def validate(predictor: Predictor, prompts: Sequence[Samples], kv_heads: int) -> dict[str, float]:
     """Compare predictions with labels, head by head, and let the selector choose from both.
 
-    base_budget_error, growth_error   mean absolute error over the true retrieval heads; shares of the host segment
+    base_budget_error, growth_error   mean absolute error over the true retrieval heads; shares of the host segment. The
+                                      line is trained at the selector's granularities: neither is what training lessens
     budget_error_BLK                  likewise, of bgt(BLK) by eq. 1 against the label itself
     fit_error_BLK                     what of it the straight line of eq. 1 costs: the labels' own line against them
     streaming_share                   of all heads, by the labels
