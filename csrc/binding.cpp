@@ -135,11 +135,11 @@ NB_MODULE(_native, m) {
 
   nb::class_<Selection>(m, "Selection")
       .def(nb::new_([](bool ranked, double budget_ratio, int max_pages, float threshold, int microbatch_pages,
-                       bool estimated_remainder, int sink_tokens, int window_tokens) {
-        return Selection{ranked, budget_ratio, max_pages, threshold, microbatch_pages, estimated_remainder, sink_tokens,
-                         window_tokens};
+                       bool estimated_remainder, float attributed, int sink_tokens, int window_tokens) {
+        return Selection{ranked, budget_ratio, max_pages, threshold, microbatch_pages, estimated_remainder, attributed,
+                         sink_tokens, window_tokens};
       }), nb::kw_only(), "ranked"_a, "budget_ratio"_a, "max_pages"_a, "threshold"_a, "microbatch_pages"_a,
-           "estimated_remainder"_a, "sink_tokens"_a, "window_tokens"_a)
+           "estimated_remainder"_a, "attributed"_a, "sink_tokens"_a, "window_tokens"_a)
       .def_ro("estimated_remainder", &Selection::estimated_remainder)
       .def("budget", &Selection::budget, "candidates"_a);
 

@@ -7,6 +7,11 @@
 #include "engine.h"
 
 namespace hybrid_sparse {
+namespace {
+
+constexpr double kMostLogRatio = 60.0;  // of weights, as far as it matters which is larger
+
+}  // namespace
 
 void Engine::attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection) {
   collect_items(batch, selection);
@@ -20,6 +25,7 @@ void Engine::attend_decode(const LayerCall& call, const Batch& batch, const Sele
 
 void Engine::collect_items(const Batch& batch, const Selection& selection) {
   item_count_ = 0;
+  attributed_ = selection.attributed;
   int64_t scores = 0;
   const int group = geometry_.group();
   for (int r = 0; r < batch.requests; ++r) {
@@ -51,6 +57,7 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
       item.score_offset = scores;
       item.order.clear();
       item.retained.clear();
+      item.unread.clear();
       if (ranked) set_ranked(item);
       item.open = progressive;
       item.left = candidates;
@@ -110,7 +117,7 @@ void Engine::score_and_attend_retained(const LayerCall& call, const Batch& batch
     const Item& item = items_[i];
     if (item.ranked) spans_.push_back({i, item.retained.data(), 0, static_cast<int>(item.retained.size()), i});
   }
-  reserve_states(item_count_);
+  reserve_states(2 * item_count_);
   pool_.for_each(static_cast<int>(spans_.size()), [&](int s) {
     if (s < scoring)
       score_span(call, batch, spans_[s]);
@@ -162,7 +169,6 @@ void Engine::rank_item(Item& item, int index, const Selection& selection) {
   if (weighs) {
     retained.resize(group);
     item.estimated_lse.resize(group);
-    item.unread.assign(group, 1.0);
     for (int g = 0; g < group; ++g) retained[g] = lse(state(index), g);
   }
   if (group > 1 || weighs)
@@ -175,6 +181,8 @@ void Engine::rank_item(Item& item, int index, const Selection& selection) {
   }
   item.rank.build(kernels_, grouped, candidates, item.candidate_begin);
   item.lse_min.assign(group, std::numeric_limits<float>::infinity());
+  clear_state(state(read_state(index)));
+  if (selection.estimated_remainder) item.unread.assign(group, 1.0);
   if (selection.estimated_remainder) verify(item, index, selection, 0);  // the retained set may be enough
   if (item.open) take_next(item, index, selection);
 }
@@ -192,7 +200,7 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
       pool_.size() == 1 ? std::numeric_limits<int>::max()
                         : static_cast<int>(std::max<int64_t>(kMinSpanPages, (total + parts - 1) / parts));
   spans_.clear();
-  int states = item_count_;
+  int states = 2 * item_count_;
   for (int i = 0; i < item_count_; ++i) {
     Item& item = items_[i];
     if (item.progressive) continue;
@@ -241,9 +249,58 @@ void Engine::attend_span(const LayerCall& call, const Batch& batch, const Span& 
 
 void Engine::finish_item(const LayerCall& call, Item& item, int index) {
   const int group = geometry_.group();
-  float* acc = state(item.ranked ? index : item.first_state);
-  for (int s = item.ranked ? 0 : 1; s < item.states; ++s) merge_state(acc, state(item.first_state + s), group);
-  store_rows(call, acc, item.token, item.head);
+  float* read = state(item.progressive ? read_state(index) : item.first_state);
+  for (int s = 1; s < item.states; ++s) merge_state(read, state(item.first_state + s), group);
+  if (item.ranked) {
+    if (attributed_ > 0.0f) attribute_unread(item, state(index), read);
+    merge_state(read, state(index), group);
+  }
+  store_rows(call, read, item.token, item.head);
+}
+
+// What the codes of the candidates left out weigh, where the stopping rule does not ask.
+void Engine::estimate_unread(Item& item) {
+  const int candidates = item.candidate_end - item.candidate_begin;
+  const float nothing = -std::numeric_limits<float>::infinity();
+  static thread_local std::vector<float> chosen;
+  chosen.resize(item.order.size());
+  item.unread.clear();
+  for (int g = 0; g < geometry_.group(); ++g) {
+    const float* scores = scores_.data() + item.score_offset - item.candidate_begin;
+    for (size_t i = 0; i < chosen.size(); ++i) chosen[i] = scores[int64_t{g} * candidates + item.order[i]];
+    const double lse = kernels_.log_sum_exp(chosen.data(), static_cast<int>(chosen.size()), nothing);
+    item.unread.push_back(std::max(0.0, 1.0 - std::exp(lse - item.estimated_lse[g])));
+  }
+}
+
+// Part of the weight that is estimated of the unread candidates goes to the candidates read: with the weights r of the retained set,
+// m of the candidates read and u of the unread, the output becomes that of all that is read, plus u / (r + m + u) times
+// attributed * (the mean of the candidates read - that of all read). That is the candidates' state times a factor.
+void Engine::attribute_unread(Item& item, const float* retained, float* read) {
+  const bool all = static_cast<int>(item.order.size()) == item.candidate_end - item.candidate_begin;
+  if (all || item.order.empty() || geometry_.layout.summary != Summary::key_codes) return;
+  if (item.unread.empty()) estimate_unread(item);
+  const int group = geometry_.group();
+  const int head_dim = geometry_.layout.head_dim;
+  for (int g = 0; g < group; ++g) {
+    if (read[group + g] <= 0.0f) continue;
+    const double of_read = lse(read, g);
+    const double r = std::exp(std::min(kMostLogRatio, lse(retained, g) - of_read));  // in units of m
+    const double u = item.unread[g] * std::exp(std::min(kMostLogRatio, item.estimated_lse[g] - of_read));
+    const auto factor = static_cast<float>(1.0 + attributed_ * u * (r + 1.0) / (r + 1.0 + (1.0 - attributed_) * u));
+    read[group + g] *= factor;
+    float* out = read + 3 * group + int64_t{g} * head_dim;
+    for (int d = 0; d < head_dim; ++d) out[d] *= factor;
+  }
+}
+
+// Of nothing read.
+void Engine::clear_state(float* of_state) const {
+  const int group = geometry_.group();
+  std::fill_n(of_state, group, -std::numeric_limits<float>::infinity());
+  std::fill_n(of_state + group, group, 0.0f);
+  std::fill_n(of_state + 2 * group, group, std::numeric_limits<float>::infinity());
+  std::fill_n(of_state + 3 * group, int64_t{group} * geometry_.layout.head_dim, 0.0f);
 }
 
 // The normalised output of a group's rows.

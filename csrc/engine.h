@@ -58,6 +58,8 @@ struct Selection {
   // What the unread pages are taken to weigh: the sum of their estimates (key codes), or each as much as the lightest page
   // read so far (PSA, Algorithm 1).
   bool estimated_remainder = false;
+  // How much of the weight that key codes estimate of the unread candidates goes to the candidates read; the rest is left out.
+  float attributed = 0.0f;
   int sink_tokens = 0;        // retained set, always attended densely
   int window_tokens = kPageTokens;
 
@@ -170,7 +172,7 @@ class Engine {
     float kept;
     std::vector<float> lse_min;     // [group]
     std::vector<float> estimated_lse;  // [group] of all candidates
-    std::vector<double> unread;        // [group] estimated share of the candidates' weight that `order` leaves out
+    std::vector<double> unread;        // [group] estimated share of the candidates' weight that `order` leaves out; empty: unknown
     FluxionRequest* anchor;            // Fluxion's state of the request; null: the row reads what the selection says
     int first_row;                     // anchor: of head_features_ and what goes with them
     int granularity;                   // anchor: tokens of a logical block, 0 where all heads stream
@@ -247,6 +249,9 @@ class Engine {
   void take_next(Item& item, int index, const Selection& selection);
   double estimate(const Item& item, int g, int page) const;
   double read_share(const Item& item, int index, int g) const;
+  double read_lse(int index, int g) const;
+  void estimate_unread(Item& item);
+  void attribute_unread(Item& item, const float* retained, float* read);
   void attend_selected(const LayerCall& call, const Batch& batch);
   void attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection);
   void verify(Item& item, int index, const Selection& selection, int pages_read);
@@ -304,6 +309,7 @@ class Engine {
   int num_blocks(const Item& item) const;
   void score_block_span(const LayerCall& call, const Batch& batch, const Span& span);
   void take_blocks(Item& item);
+  void estimate_unread_blocks(Item& item, const std::vector<uint8_t>& taken);
   void count_stats();
 
   PageTable page_table(const LayerCall& call, const Batch& batch, int request, int head) const;
@@ -314,6 +320,9 @@ class Engine {
   int64_t state_floats(int rows) const { return int64_t{rows} * (3 + geometry_.layout.head_dim); }
   float* state(int index) { return states_.data() + index * state_floats(geometry_.group()); }
   const float* state(int index) const { return states_.data() + index * state_floats(geometry_.group()); }
+  // Of a ranked item the retained set's state is its own index's, of the candidates read so far (progressive) this one's.
+  int read_state(int index) const { return item_count_ + index; }
+  void clear_state(float* of_state) const;
   void reserve_states(int count);
   float lse(const float* of_state, int row) const;  // of what the state has read
   void merge_state(float* into, const float* from, int rows) const;
@@ -331,6 +340,7 @@ class Engine {
   std::vector<Span> spans_;
   int most_parts_ = 1;          // of a microbatch in a round
   int microbatches_ahead_ = 1;  // that an item reads in a round
+  float attributed_ = 0.0f;     // Selection's, of the call
   std::vector<float> states_;
   std::vector<float> scores_;
   std::vector<char> summary_queries_;        // operands of scoring of every item's rows

@@ -123,12 +123,33 @@ void Engine::take_blocks(Item& item) {
     for (const int32_t block : best) taken[block] = 1;
     scores += blocks;
   }
+  if (attributed_ > 0.0f && geometry_.layout.summary == Summary::key_codes) estimate_unread_blocks(item, taken);
   for (int b = 0; b < blocks; ++b) {
     if (!taken[b]) continue;
     const int first = item.candidate_begin + b * block_pages;
     for (int p = first; p < std::min(first + block_pages, item.candidate_end); ++p) item.order.push_back(p);
   }
   item.budget = static_cast<int>(item.order.size());
+}
+
+// What the codes of the blocks left out weigh, for the heads that select some; the others are taken to lack nothing.
+void Engine::estimate_unread_blocks(Item& item, const std::vector<uint8_t>& taken) {
+  const int group = geometry_.group();
+  const int blocks = static_cast<int>(taken.size());
+  const float nothing = -std::numeric_limits<float>::infinity();
+  static thread_local std::vector<float> left;
+  item.estimated_lse.assign(group, nothing);
+  item.unread.assign(group, 0.0);
+  const float* scores = scores_.data() + item.score_offset;
+  for (int g = 0; g < group; ++g) {
+    if (head_blocks_[item.first_row + g] == 0) continue;
+    left.clear();
+    for (int b = 0; b < blocks; ++b)
+      if (!taken[b]) left.push_back(scores[b]);
+    item.estimated_lse[g] = kernels_.log_sum_exp(left.data(), static_cast<int>(left.size()), nothing);
+    item.unread[g] = 1.0;
+    scores += blocks;
+  }
 }
 
 }  // namespace hybrid_sparse

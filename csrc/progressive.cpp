@@ -24,7 +24,7 @@ void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const
     for (int i = 0; i < item_count_; ++i) open += items_[i].open;
     if (open == 0) return;
     spans_.clear();
-    int next_state = item_count_;  // those of the items, which accumulate, lie first
+    int next_state = 2 * item_count_;  // those of the items, which accumulate, lie first
     for (int i = 0; i < item_count_; ++i) {
       if (items_[i].open) add_round_spans(i, selection, next_state);
     }
@@ -64,7 +64,7 @@ void Engine::end_round(const LayerCall& call, const Selection& selection, int in
       continue;
     }
     const float* part = state(spans_[s].state);
-    merge_state(state(index), part, group);
+    merge_state(state(read_state(index)), part, group);
     for (int g = 0; g < group; ++g) item.lse_min[g] = std::min(item.lse_min[g], part[2 * group + g]);
     item.left -= spans_[s].count;
     accepted += spans_[s].count;
@@ -115,7 +115,15 @@ double Engine::estimate(const Item& item, int g, int page) const {
 
 // The weight read so far in the same unit.
 double Engine::read_share(const Item& item, int index, int g) const {
-  return std::exp(std::min(600.0, static_cast<double>(lse(state(index), g)) - item.estimated_lse[g]));
+  return std::exp(std::min(600.0, read_lse(index, g) - item.estimated_lse[g]));
+}
+
+// Log-sum-exp of everything read so far: the retained set and candidates.
+double Engine::read_lse(int index, int g) const {
+  const double a = lse(state(index), g);
+  const double b = lse(state(read_state(index)), g);
+  const double high = std::max(a, b);
+  return std::isfinite(high) ? high + std::log(std::exp(a - high) + std::exp(b - high)) : high;
 }
 
 // Whether enough has been read. PSA (Algorithm 1, lines 13 to 18): the unread pages are taken to weigh as much as the lightest
@@ -130,7 +138,7 @@ void Engine::verify(Item& item, int index, const Selection& selection, int pages
       const bool everything = pages_read == item.candidate_end - item.candidate_begin;
       rest = everything ? 0.0 : item.unread[g] / read_share(item, index, g);
     } else {
-      rest = static_cast<double>(item.left) * std::exp(item.lse_min[g] - lse(state(index), g));
+      rest = static_cast<double>(item.left) * std::exp(item.lse_min[g] - read_lse(index, g));
     }
     lowest = std::min(lowest, 1.0 / (1.0 + rest));
   }

@@ -207,6 +207,18 @@ class HybridSparseConfig:
             summaries=("key_codes",),
         )
     )
+    unread_attributed: float | None = _setting(
+        _Setting(
+            kind=float,
+            default=0.5,
+            values="0 to 1",
+            allows=lambda value: 0 <= value <= 1,
+            meaning="how much of the attention weight that key codes estimate of the unread pages goes to the "
+            "candidates read, which then count for more beside the retained set; 0 leaves it out, as the papers do",
+            policies=(*PAGE_POLICIES[1:], "fluxion"),
+            summaries=("key_codes",),
+        )
+    )
     sink_tokens: int = _setting(
         _Setting(
             kind=int,
@@ -390,10 +402,12 @@ class HybridSparseConfig:
     @property
     def selection(self) -> SelectionSpec:
         """The policy as the kernels take it; hgca has `salience` instead, and fluxion `prediction`."""
+        attributed = self.unread_attributed or 0.0
         if self.policy in ("dense", "hgca", "fluxion"):
-            return SelectionSpec()
+            return SelectionSpec(attributed=attributed)
         if self.policy == "topk":
-            return SelectionSpec(ranked=True, budget_ratio=self.topk_ratio or 1.0, max_pages=self.topk_pages)
+            ratio, pages = self.topk_ratio or 1.0, self.topk_pages
+            return SelectionSpec(ranked=True, budget_ratio=ratio, max_pages=pages, attributed=attributed)
         assert self.threshold is not None
         assert self.microbatch_pages is not None
         return SelectionSpec(
@@ -401,6 +415,7 @@ class HybridSparseConfig:
             threshold=self.threshold,
             microbatch_pages=self.microbatch_pages,
             estimated_remainder=self.remainder == "estimated",
+            attributed=attributed,
         )
 
     @property

@@ -97,6 +97,9 @@ class SelectionSpec:
     # What the unread pages are taken to weigh in P_acc: the sum of their estimates, which only key codes give, and then
     # a look comes only where the estimates say that enough is read; or each as much as the lightest page read (PSA).
     estimated_remainder: bool = False
+    # How much of what the unread pages are estimated to weigh goes to the candidates read, in [0, 1]: their state
+    # counts for more in the merge. The rest is left out, as all of it is in the papers, and without key codes.
+    attributed: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.budget_ratio <= 1:
@@ -107,6 +110,8 @@ class SelectionSpec:
             raise ConfigError(f"threshold={self.threshold}: must be in (0, 1]")
         if self.microbatch_pages < 1:
             raise ConfigError(f"microbatch_pages={self.microbatch_pages}: must be 1 or more")
+        if not 0 <= self.attributed <= 1:
+            raise ConfigError(f"attributed={self.attributed}: must be in [0, 1]")
 
     @property
     def pages_in_flight(self) -> int:

@@ -67,13 +67,19 @@ SELECTIONS: dict[str, dict[str, object]] = {
     **_thresholds("codes1", code_bits=1),
     **_thresholds("codes2", code_bits=2),
     **_thresholds("psa", summary="cuboid_mean", microbatch_pages=8),
-    **_thresholds("psa-codes2", remainder="lightest_page"),
+    **_thresholds("psa-codes2", remainder="lightest_page", unread_attributed=0),
+    **_topk("left-out-codes2", unread_attributed=0),
+    **_thresholds("left-out-codes2", unread_attributed=0),
     **_hgca(),
     "fluxion-codes2": {"policy": "fluxion"},
     "fluxion-codes2-16": {"policy": "fluxion", "granularity": 16},
+    "fluxion-left-out-codes2-16": {"policy": "fluxion", "granularity": 16, "unread_attributed": 0},
     "fluxion-minmax": {"policy": "fluxion", "summary": "minmax"},
     "fluxion-minmax-16": {"policy": "fluxion", "summary": "minmax", "granularity": 16},
-    **{f"fixed16-codes2-{budget:.0%}": {"policy": "fluxion", "granularity": 16} for budget in HEAD_BUDGETS},
+    **{
+        f"fixed16-codes2-{budget:.0%}": {"policy": "fluxion", "granularity": 16, "unread_attributed": 0}
+        for budget in HEAD_BUDGETS
+    },
     **{
         f"fixed16-minmax-{budget:.0%}": {"policy": "fluxion", "summary": "minmax", "granularity": 16}
         for budget in HEAD_BUDGETS

@@ -27,7 +27,7 @@ def test_nothing_given_is_progressive_with_the_documented_defaults() -> None:
     assert HybridSparseConfig.from_mapping({}) == HybridSparseConfig()
     assert HybridSparseConfig().describe() == (
         "policy=progressive threshold=0.95 microbatch_pages=16 remainder=estimated summary=key_codes code_bits=2 "
-        "sink_tokens=64 window_tokens=256 "
+        "unread_attributed=0.5 sink_tokens=64 window_tokens=256 "
         "isa=auto num_threads=0 thread_pool=auto device=none log_interval_s=60.0"
     )
 
@@ -36,16 +36,22 @@ def test_nothing_given_is_progressive_with_the_documented_defaults() -> None:
     ("mapping", "spec"),
     [
         ({"policy": "dense"}, SelectionSpec()),
-        ({"policy": "topk"}, SelectionSpec(ranked=True, budget_ratio=0.05)),
-        ({"policy": "topk", "topk_ratio": 0.2}, SelectionSpec(ranked=True, budget_ratio=0.2)),
-        ({"policy": "topk", "topk_pages": 12}, SelectionSpec(ranked=True, max_pages=12)),
+        ({"policy": "topk"}, SelectionSpec(ranked=True, budget_ratio=0.05, attributed=0.5)),
+        ({"policy": "topk", "topk_ratio": 0.2}, SelectionSpec(ranked=True, budget_ratio=0.2, attributed=0.5)),
+        ({"policy": "topk", "topk_pages": 12}, SelectionSpec(ranked=True, max_pages=12, attributed=0.5)),
+        ({"policy": "topk", "unread_attributed": "0"}, SelectionSpec(ranked=True, budget_ratio=0.05)),
+        (
+            {"policy": "topk", "unread_attributed": 1, "code_bits": 1},
+            SelectionSpec(ranked=True, budget_ratio=0.05, attributed=1.0),
+        ),
+        ({"policy": "topk", "summary": "cuboid_mean"}, SelectionSpec(ranked=True, budget_ratio=0.05)),
         (
             {"policy": "progressive"},
-            SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=16, estimated_remainder=True),
+            SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=16, estimated_remainder=True, attributed=0.5),
         ),
         (
             {"policy": "progressive", "remainder": "lightest_page"},
-            SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=16),
+            SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=16, attributed=0.5),
         ),
         (
             {"policy": "progressive", "summary": "minmax"},
@@ -53,7 +59,7 @@ def test_nothing_given_is_progressive_with_the_documented_defaults() -> None:
         ),
         (
             {"policy": "progressive", "threshold": 1, "microbatch_pages": 1},
-            SelectionSpec(ranked=True, threshold=1.0, microbatch_pages=1, estimated_remainder=True),
+            SelectionSpec(ranked=True, threshold=1.0, microbatch_pages=1, estimated_remainder=True, attributed=0.5),
         ),
     ],
 )
@@ -86,7 +92,7 @@ def test_fluxion_asks_its_predictor_and_ranks_by_what_that_was_trained_with() ->
     assert config.prediction == PredictionSpec(
         predictor=None, granularity=0, ranking=PageRanking(summary="key_codes", code_bits=2)
     )
-    assert config.selection == SelectionSpec()
+    assert config.selection == SelectionSpec(attributed=0.5)
     assert (config.summary, config.code_bits) == ("key_codes", 2)
     given = HybridSparseConfig.from_mapping(
         {"policy": "fluxion", "predictor": "a.safetensors", "granularity": "32", "summary": "minmax"}
@@ -136,6 +142,14 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
     message = refusal_of({"summary": "minmax", "code_bits": 1})
     assert message == "hybrid_sparse.code_bits=1: used by summary key_codes only, and the summary is minmax"
     assert "must be one of 1, 2" in refusal_of({"code_bits": 3})
+    message = refusal_of({"policy": "topk", "summary": "minmax", "unread_attributed": 0.5})
+    assert message == "hybrid_sparse.unread_attributed=0.5: used by summary key_codes only, and the summary is minmax"
+    message = refusal_of({"policy": "dense", "unread_attributed": 0})
+    assert message == (
+        "hybrid_sparse.unread_attributed=0.0: used by policy topk and progressive and fluxion only, "
+        "and the policy is dense"
+    )
+    assert "must be 0 to 1" in refusal_of({"unread_attributed": 1.5})
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,11 @@ from vllm_hybrid_sparse.kernels.fluxion.reference import (
     pages_of_blocks,
 )
 from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
-from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 from vllm_hybrid_sparse.policy.budget import GRANULARITIES
 from vllm_hybrid_sparse.predictor.features import FEATURES
 from vllm_hybrid_sparse.predictor.model import Predictor
 from vllm_hybrid_sparse.predictor.segments import Segments
-from vllm_hybrid_sparse.values import PAGE_TOKENS, PageRanking, RetainedSet
+from vllm_hybrid_sparse.values import PAGE_TOKENS, PageRanking, RetainedSet, SelectionSpec
 
 LAYER_INDEX, TAU = 3, 0.1
 BUDGET_COLUMNS = [FEATURES.index(f"anchor_budget_{blk}") for blk in GRANULARITIES]
@@ -81,8 +80,9 @@ class MirroredFluxion:
         *,
         granularity: int = 0,
         num_blocks: int = 64,
+        attributed: float = 0.0,
     ) -> None:
-        self.retained, self.predictor = retained, predictor
+        self.retained, self.predictor, self.attributed = retained, predictor, attributed
         self.ranking = PageRanking(
             summary=shape.summary, code_bits=shape.code_bits if shape.summary == "key_codes" else None
         )
@@ -101,7 +101,14 @@ class MirroredFluxion:
         request.slot = next(slot for slot in range(len(self.sequences) + 1) if slot not in self.sequences)
         scale = self.layer.shape.scale
         self.sequences[request.slot] = FluxionSequence(
-            self.predictor, self.retained, TAU, LAYER_INDEX, scale, self.ranking, self.granularities
+            self.predictor,
+            self.retained,
+            TAU,
+            LAYER_INDEX,
+            scale,
+            self.ranking,
+            self.granularities,
+            self.attributed,
         )
         return request
 
@@ -113,7 +120,8 @@ class MirroredFluxion:
 
     def step(self, *rows: tuple[Request, int], **options: Any) -> Step:
         """One step of the layer, compared; what it returns is the layer's own."""
-        step = self.layer.step(rows, retained=self.retained, **options)
+        selection = SelectionSpec(attributed=self.attributed)
+        step = self.layer.step(rows, retained=self.retained, selection=selection, **options)
         wanted, first = torch.zeros(step.query.shape, dtype=torch.float64), 0
         self.pages, self.steps = [], []
         for index, (request, length, decodes) in enumerate(
@@ -152,8 +160,7 @@ class MirroredFluxion:
                 self.excuses.append(f"budgets {budgets}, not {wanted}")
             pages = self._compare_pages(index, kv_head, rows[kv_head], keys[kv_head], *budgets)
             self.pages[-1].append(pages)
-            read = [*self.retained.retained_pages(len(request.key)), *pages]
-            out.append(attend_pages(rows[kv_head], keys[kv_head], values[kv_head], read, sequence.scale)[0])
+            out.append(sequence.attend(rows[kv_head], keys[kv_head], values[kv_head], pages, *budgets))
         return torch.cat(out)[None]
 
     def _compare_features(self, index: int, request: Request, result: FluxionStep) -> Tensor:

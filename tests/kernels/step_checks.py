@@ -1,5 +1,7 @@
 """Whether a step of the native kernel did what the references say."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from tests.kernels.served_layer import ServedLayer, Step
 from tests.tolerances import CODE_TIE, SCORE_TIE, THRESHOLD_TIE, assert_close
 from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_weights
 from vllm_hybrid_sparse.kernels.paged_attention.reference import paged_attention
-from vllm_hybrid_sparse.kernels.progressive.reference import ProgressiveResult
+from vllm_hybrid_sparse.kernels.progressive.reference import ProgressiveResult, with_unread
 from vllm_hybrid_sparse.kernels.score.reference import score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
@@ -49,11 +51,21 @@ def check_step(layer: ServedLayer, step: Step) -> list[str]:
             excuse = near_tie(pages, result, page_scores(layer, step, query, key, value), step, tie_of(layer))
             assert excuse, f"{where}: read {pages}, the reference reads {result.pages}"
             excuses.append(f"{where}: {excuse}")
-            read = [*step.retained.retained_pages(len(key)), *pages]
             group = slice(kv_head * len(query), (kv_head + 1) * len(query))
-            wanted[rows[index], group] = attend_pages(query, key, value, read, shape.scale)[0]
+            wanted[rows[index], group] = attend_read(layer, step, query, key, value, pages)
     assert_close(step.output, wanted)
     return excuses
+
+
+def attend_read(layer: ServedLayer, step: Step, query: Tensor, key: Tensor, value: Tensor, pages: list[int]) -> Tensor:
+    """Attention over the retained set and some candidates, which the unread may count for."""
+    shape, first_page, end_page = layer.shape, *step.retained.candidate_range(len(key))
+    retained = step.retained.retained_pages(len(key))
+    if shape.summary != "key_codes" or not step.selection.attributed or not pages:
+        return attend_pages(query, key, value, [*retained, *pages], shape.scale)[0]
+    weights = estimate_weights(query, encode_keys(key[16 * first_page : 16 * end_page], shape.code_bits), shape.scale)
+    attend = partial(attend_pages, query, key, value, scale=shape.scale)
+    return with_unread(attend, attend(retained), pages, weights, first_page, step.selection.attributed)
 
 
 def tie_of(layer: ServedLayer) -> float:

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tolerances import assert_close
-from vllm_hybrid_sparse.kernels.merge.reference import merge_states
+from vllm_hybrid_sparse.kernels.merge.attribution import attribute_unread
+from vllm_hybrid_sparse.kernels.merge.reference import merge_states, merge_with_unread
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -95,3 +96,40 @@ def test_extreme_weights_do_not_overflow(lse: float) -> None:
     out, merged_lse = merge_states(torch.ones(1, 16), torch.tensor([lse]), 3 * torch.ones(1, 16), torch.tensor([lse]))
     assert_close(out, torch.full((1, 16), 2.0))
     assert_close(merged_lse, torch.tensor([lse]).logaddexp(torch.tensor([lse])))
+
+
+@given(st.integers(0, 2**31), st.sampled_from([0.0, 0.3, 0.5, 1.0]), st.sampled_from([0.1, 1.0, 4.0]))
+@settings(max_examples=60)
+def test_unread_weight_goes_to_the_candidates_by_a_share(seed: int, share: float, spread: float) -> None:
+    """The fast form, which knows the whole and the retained part, gives what the literal one does."""
+    generator = torch.Generator().manual_seed(seed)
+    outs = torch.randn(2, 5, 16, generator=generator, dtype=torch.float64)
+    retained, read, unread = spread * torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    read = torch.maximum(read, retained - 9.0)  # with a smaller part the fast form gives nothing
+    out, lse = merge_states(outs[0], retained, outs[1], read)
+    given_away = attribute_unread(out, lse, outs[0], retained, unread, share)
+    literal = merge_with_unread(outs[0], retained, outs[1], read, unread, share)
+    torch.testing.assert_close(given_away, literal, rtol=1e-9, atol=1e-9)  # a difference of sums that are nearly equal
+    if share == 0:
+        assert_close(given_away, out)
+
+
+def test_the_whole_unread_weight_is_as_if_the_candidates_were_heavier() -> None:
+    (retained_out, retained_lse), (read_out, read_lse) = (
+        random_state(torch.Generator().manual_seed(seed), empty=False) for seed in (1, 2)
+    )
+    unread = read_lse + 0.7
+    heavier, _ = merge_states(retained_out, retained_lse, read_out, torch.logaddexp(read_lse, unread))
+    assert_close(merge_with_unread(retained_out, retained_lse, read_out, read_lse, unread, 1.0), heavier)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_nothing_unread_or_no_candidate_read_leaves_the_output(share: float) -> None:
+    out, lse = random_state(torch.Generator().manual_seed(3), empty=False)
+    nothing = torch.full_like(lse, -torch.inf)
+    assert torch.equal(attribute_unread(out, lse, torch.randn(3, 16), lse - 1.0, nothing, share), out)
+    assert torch.equal(attribute_unread(out, lse, out, lse, lse + 90.0, share), out)
+    zeros = torch.zeros(3, 16)
+    assert torch.equal(attribute_unread(zeros, nothing, zeros, nothing, lse, share), zeros)
+    huge = attribute_unread(out, lse, torch.randn(3, 16), lse - 1.0, lse + 500.0, share)
+    assert huge.isfinite().all()

@@ -66,6 +66,21 @@ def test_a_granularity_that_is_asked_for_is_kept(isa: str, granularity: int, sum
     assert not mirror.excuses
 
 
+@pytest.mark.parametrize("granularity", [0, 16, 64])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_unread_weight_goes_to_the_candidates_read(isa: str, granularity: int, threads: int, share: float) -> None:
+    """Of the heads that select some; with all blocks read, or none, nothing is given."""
+    shape = small(isa=isa, summary="key_codes", num_threads=threads)
+    for predictor in (some_predictor(shape, RETAINED), constant_predictor(1.0), constant_predictor(1.0, streams=True)):
+        mirror = MirroredFluxion(shape, predictor, RETAINED, granularity=granularity, attributed=share)
+        rows = [(mirror.start(), length) for length in (30, 333)]
+        mirror.step(*rows)
+        for _ in range(6):
+            mirror.step(*((request, 1) for request, _ in rows))
+        assert len(mirror.excuses) <= 2, mirror.excuses
+
+
 def test_a_request_that_grows_token_by_token_from_its_first() -> None:
     mirror = MirroredFluxion(small(), some_predictor(small(), RETAINED), RETAINED)
     request = mirror.start()

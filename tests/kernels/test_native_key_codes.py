@@ -1,7 +1,10 @@
 """The CPU kernel keeps and uses key codes as the reference says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from tests.kernels.served_layer import ServedLayer, Shape
 from tests.kernels.step_checks import check_step
@@ -13,6 +16,7 @@ from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
 ESTIMATED = SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=2, estimated_remainder=True)
 TOPK = SelectionSpec(ranked=True, max_pages=5)
+LIGHTEST = SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=2)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -105,3 +109,34 @@ def test_an_estimated_remainder_needs_key_codes() -> None:
     layer = ServedLayer(Shape(summary="minmax"), num_blocks=4)
     with pytest.raises(KernelError, match="needs summary key_codes"):
         layer.step([(layer.start(), 40)], selection=ESTIMATED)
+
+
+@pytest.mark.parametrize("selection", [ESTIMATED, LIGHTEST, TOPK], ids=["estimated", "lightest", "topk"])
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("sharpness", [0.2, 3.0], ids=["flat", "peaky"])
+def test_unread_weight_goes_to_the_candidates_read(
+    selection: SelectionSpec, share: float, group: int, num_threads: int, sharpness: float
+) -> None:
+    shape = Shape(num_q_heads=2 * group, num_threads=num_threads, summary="key_codes")
+    attributed = replace(selection, attributed=share)
+    assert len(decode_steps(shape, attributed, sharpness=sharpness, steps=3)) <= 4  # of 12 rows
+
+
+def test_the_share_that_is_attributed_shows() -> None:
+    """Outputs over the same pages move with the share, and not where everything is read."""
+
+    def outputs(selection: SelectionSpec) -> list[Tensor]:
+        layer = ServedLayer(Shape(summary="key_codes"), num_blocks=30)
+        request = layer.start()
+        layer.step([(request, 600)])
+        return [layer.step([(request, 1)], selection=selection, retained=RETAINED).output for _ in range(2)]
+
+    left_out, half, whole = (outputs(replace(TOPK, attributed=share)) for share in (0.0, 0.5, 1.0))
+    for a, b, c in zip(left_out, half, whole, strict=True):
+        assert (b - a).norm() > 0.01 * a.norm()
+        assert (c - a).norm() > 1.2 * (b - a).norm()
+    everything = SelectionSpec(ranked=True, threshold=1.0, estimated_remainder=True)
+    for a, b in zip(outputs(everything), outputs(replace(everything, attributed=1.0)), strict=True):
+        assert torch.equal(a, b)

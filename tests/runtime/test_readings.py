@@ -44,9 +44,13 @@ def test_estimates_say_what_each_microbatch_leaves() -> None:
     weights = np.log(np.array([[1.0, 5.0, 2.0, 4.0, 3.0], [1.0, 1.0, 1.0, 1.0, 6.0]]))
     left = log_unread_after(weights, np.array([1, 3, 4, 2, 0]), step=2)
     np.testing.assert_allclose(np.exp(left), [[6.0, 8.0], [1.0, 1.0], [0.0, 0.0]])
+    of_some = log_unread_after(weights, np.array([3, 1, 2]), step=2)
+    np.testing.assert_allclose(np.exp(of_some), [[6.0, 8.0], [4.0, 7.0]])
     made = reading(5, candidates=5, microbatch_pages=2, log_unread=left)
     torch.testing.assert_close(made.log_rest(0, torch.zeros(2)).double(), torch.tensor([6.0, 8.0]).double().log())
     assert made.log_rest(2, torch.zeros(2)).tolist() == [-torch.inf, -torch.inf]
+    lightest = reading(5, candidates=5, microbatch_pages=2, log_unread=left, lightest_rest=True)
+    torch.testing.assert_close(lightest.log_rest(0, torch.zeros(2)), torch.full((2,), 3.0).log())
     assert log_unread_after(np.zeros((2, 0)), np.empty(0, dtype=np.int64), step=2).shape == (0, 2)
 
 

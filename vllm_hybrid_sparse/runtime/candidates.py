@@ -49,9 +49,11 @@ class Ranker:
         ranked = SpecSelector(self.spec).order(shown, retained_lse.numpy() if self.weighs else None)
         share, log_unread = 1.0, None
         looks = self.spec.threshold < 1 and end > first
-        if looks and self.spec.estimated_remainder:
-            share = kept_share(retained_lse, scores.logsumexp(dim=-1))
+        estimates = looks and self.spec.estimated_remainder
+        if estimates or (self.weighs and self.spec.attributed and scores.shape[1]):
             log_unread = log_unread_after(shown, ranked, self.spec.microbatch_pages)
+        if estimates:
+            share = kept_share(retained_lse, scores.logsumexp(dim=-1))
             if share > self.spec.threshold:
                 ranked = ranked[:0]
         return Reading(
@@ -62,6 +64,7 @@ class Ranker:
             threshold=self.spec.threshold if looks else None,
             candidates=end - first,
             log_unread=log_unread,
+            lightest_rest=not self.spec.estimated_remainder,
         ), share
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_hybrid_sparse.kernels.merge.attribution import attribute_unread
 from vllm_hybrid_sparse.kernels.merge.choice import choose_merge
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState
 from vllm_hybrid_sparse.kernels.sparse_attention.gpu import attend_slots
@@ -20,7 +21,7 @@ from vllm_hybrid_sparse.kernels.verify.progress import Progress
 from vllm_hybrid_sparse.memory.cuda_pool import CudaPool
 from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, current_queue, host_empty, open_queue, upload
 from vllm_hybrid_sparse.memory.transfers import Loaded
-from vllm_hybrid_sparse.runtime.device import Attended, RowStates, WaveFlags
+from vllm_hybrid_sparse.runtime.device import Attended, PartialAttention, RowStates, WaveFlags
 from vllm_hybrid_sparse.runtime.readings import Reading
 from vllm_hybrid_sparse.values import GroupKey
 
@@ -63,6 +64,17 @@ class CudaDevice:
             states.lse.copy_(merged_lse)
             states.shown_lse.copy_(merged_lse, non_blocking=True)
             self._queue.mark().wait()
+
+    def copied(self, states: RowStates) -> PartialAttention:
+        """See `Device`."""
+        with self._queue.launching():
+            return PartialAttention(states.out.clone(), states.lse.clone())
+
+    def attribute(self, states: RowStates, retained: PartialAttention, log_unread: Tensor, share: float) -> None:
+        """See `Device`."""
+        with self._queue.launching():
+            unread = upload(log_unread, self._queue.device)
+            states.out.copy_(attribute_unread(states.out, states.lse, *retained, unread, share))
 
     def give(self, states: RowStates, output: Tensor, rows: Sequence[int]) -> None:
         """See `Device`."""
@@ -145,12 +157,12 @@ class CudaWave:
 
     def _estimates(self) -> Tensor | None:
         """[microbatches, rows, q_heads] f32, log of what the key codes say of the pages behind each microbatch."""
-        if self._threshold is None or self._readings[0].log_unread is None:
+        if self._threshold is None or self._readings[0].estimated_rest is None:
             return None
         log_left = torch.full((len(self._flags.done) - 1, *self._states.lse.shape), -torch.inf)
         for reading in self._readings:
-            assert reading.log_unread is not None, "the readings of a wave are estimated alike"
-            of_group = torch.from_numpy(reading.log_unread[: reading.microbatches]).float()
+            assert reading.estimated_rest is not None, "the readings of a wave are estimated alike"
+            of_group = torch.from_numpy(reading.estimated_rest[: reading.microbatches]).float()
             log_left[: len(of_group), reading.group.row, self._states.heads(reading.group)] = of_group
         return upload(log_left, self._queue.device)
 

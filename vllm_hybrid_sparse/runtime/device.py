@@ -6,7 +6,7 @@ Nothing here blocks: what is asked for happens in order, and a future stands for
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,13 @@ class RowStates:
         """The query heads of a group."""
         size = self.lse.shape[1] // self.kept.shape[1]
         return slice(group.kv_head * size, (group.kv_head + 1) * size)
+
+
+class PartialAttention(NamedTuple):
+    """Of the rows of a `RowStates`, where the device has them."""
+
+    out: Tensor  # [rows, q_heads, head_dim] f32, normalised
+    lse: Tensor  # [rows, q_heads] f32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +124,16 @@ class Device(Protocol):
 
     def merge(self, states: RowStates, hosted: Mapping[GroupKey, HostState]) -> None:
         """Fold what the host computed for groups into their rows (HGCA, section 3.3); no wave has work then."""
+
+    def copied(self, states: RowStates) -> PartialAttention:
+        """What the rows have attended so far; no wave has work then."""
+
+    def attribute(self, states: RowStates, retained: PartialAttention, log_unread: Tensor, share: float) -> None:
+        """Give part of what is unread to the candidates read (`kernels/merge/attribution.py`); no wave has work then.
+
+        retained     of the retained sets alone
+        log_unread   [rows, q_heads] f32 in host memory, natural log; -inf where nothing is to be given
+        """
 
     def give(self, states: RowStates, output: Tensor, rows: Sequence[int]) -> None:
         """Write the rows' attention to rows of `output` [any, q_heads, head_dim], which lies where the caller computes.

@@ -11,11 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from vllm_hybrid_sparse.kernels.merge.attribution import attribute_unread
 from vllm_hybrid_sparse.kernels.merge.reference import merge_states
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState
 from vllm_hybrid_sparse.memory.device_pool import DevicePool
 from vllm_hybrid_sparse.memory.transfers import Loaded
-from vllm_hybrid_sparse.runtime.device import Attended, RowStates, WaveFlags
+from vllm_hybrid_sparse.runtime.device import Attended, PartialAttention, RowStates, WaveFlags
 from vllm_hybrid_sparse.runtime.readings import Reading, kept_share
 from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 
@@ -66,6 +67,14 @@ class EmulatedDevice:
         """See `Device`."""
         for group, state in hosted.items():
             _fold(states, group, state.out, state.lse)
+
+    def copied(self, states: RowStates) -> PartialAttention:
+        """See `Device`."""
+        return PartialAttention(states.out.clone(), states.lse.clone())
+
+    def attribute(self, states: RowStates, retained: PartialAttention, log_unread: Tensor, share: float) -> None:
+        """See `Device`."""
+        states.out.copy_(attribute_unread(states.out, states.lse, *retained, log_unread, share))
 
     def give(self, states: RowStates, output: Tensor, rows: Sequence[int]) -> None:
         """See `Device`."""

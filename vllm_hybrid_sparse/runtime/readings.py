@@ -21,9 +21,14 @@ class Reading:
     microbatch_pages: int
     threshold: float | None = None  # stop once so much of the weight is read; None: read all
     candidates: int = 0  # of the group, read or not
-    # Estimated log weight of what is unread after so many microbatches, [microbatches, group]; None: every unread page
-    # is taken to weigh as much as the lightest page read (line 15).
+    # Log weight that key codes estimate of what is unread after so many microbatches, [microbatches, group].
     log_unread: NDArray[np.float64] | None = None
+    lightest_rest: bool = False  # P_acc takes every unread page to weigh as much as the lightest one read (line 15)
+
+    @property
+    def estimated_rest(self) -> NDArray[np.float64] | None:
+        """`log_unread`, where P_acc takes it for what is unread."""
+        return None if self.lightest_rest else self.log_unread
 
     @property
     def microbatches(self) -> int:
@@ -47,8 +52,8 @@ class Reading:
         left = self.candidates - min(len(self.pages), (index + 1) * self.microbatch_pages)
         if left == 0:
             return torch.full_like(lightest_lse, -torch.inf)
-        if self.log_unread is not None:
-            return torch.from_numpy(self.log_unread[index]).to(lightest_lse.dtype)
+        if self.estimated_rest is not None:
+            return torch.from_numpy(self.estimated_rest[index]).to(lightest_lse.dtype)
         return lightest_lse + math.log(left)
 
 
@@ -65,12 +70,13 @@ def log_unread_after(log_weights: NDArray[np.floating], order: NDArray[np.int64]
     """Estimated log weight of what is unread after each microbatch of `step` pages.
 
     log_weights   [group, candidates]   as key codes estimate them
-    order         [candidates]          all of them, in the order of reading
-    returns       [microbatches, group] the last row is -inf; none for no candidates
+    order         [pages]               those that may be read, in the order of reading; the others stay unread
+    returns       [microbatches, group] the last row is -inf if all are read; none for no pages
     """
-    backwards = np.asarray(log_weights, dtype=np.float64)[:, order[::-1]]
-    suffix = np.logaddexp.accumulate(backwards, axis=1)[:, ::-1]  # [:, p]: of the pages from place p on
+    weights = np.asarray(log_weights, dtype=np.float64)
+    never = torch.from_numpy(np.delete(weights, order, axis=1)).logsumexp(dim=1, keepdim=True)
+    backwards = np.concatenate([never.numpy(), weights[:, order[::-1]]], axis=1)
+    suffix = np.logaddexp.accumulate(backwards, axis=1)[:, ::-1]  # [:, p]: of what is unread after p pages
     ends = np.arange(step, len(order) + step, step)
-    padded = np.concatenate([suffix, np.full((len(suffix), 1), -np.inf)], axis=1)
-    after: NDArray[np.float64] = padded[:, np.minimum(ends, len(order))].T
+    after: NDArray[np.float64] = suffix[:, np.minimum(ends, len(order))].T
     return after

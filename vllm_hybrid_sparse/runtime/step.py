@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import score_pages
@@ -54,6 +55,8 @@ class TieredLayer:
         self._selection = native_selection(settings.selection, settings.retained)
         self._ranker = Ranker(settings.selection, settings.retained, attention.summary == "key_codes")
         self._plan = PLANNERS[settings.host_share or "none"]
+        weighs = attention.summary == "key_codes" and settings.selection.ranked
+        self._attributed = settings.selection.attributed if weighs else 0.0
         self._asks_residency = settings.host_share == "queue"
         self._host = HostSide(attention)
         self.last_pages: dict[GroupKey, tuple[int, ...]] = {}  # candidates that the last call read, in their order
@@ -116,6 +119,7 @@ class TieredLayer:
         scores = [self._scores(step, row) for row in range(len(queries))]  # while the device attends
         retained = self._finish(step, attending)
         readings, shares = self._rank(step, scores)
+        alone = tier.device.copied(rows.states) if self._attributed else None
         queue = TaskQueue(self._plan(self._tasks(step, readings, scores)))
         attending = tier.launcher.submit(tier.side.run, rows, self._waves(queue, readings))
         try:
@@ -124,13 +128,25 @@ class TieredLayer:
             wait([attending])  # nothing of this step may still run when it has failed
         selected = self._finish(step, attending)
         tier.device.merge(rows.states, {group: result.state for group, result in hosted.items()})
-        tier.device.give(rows.states, output, output_rows)
         pages = {group: selected.pages_read.get(group, 0) for group in readings}
         pages |= {group: result.pages_read for group, result in hosted.items()}
+        if alone is not None:
+            tier.device.attribute(rows.states, alone, self._log_unread(step, readings, pages), self._attributed)
+        tier.device.give(rows.states, output, output_rows)
         self.last_pages = {group: readings[group].pages[:count] for group, count in pages.items()}
         step_s = time.perf_counter() - started
         tiers = retained.stats + selected.stats + TierStats(host_busy_s=host_busy_s, step_s=step_s)
         self._count(step, tiers, readings, hosted, shares, selected.stats.microbatches)
+
+    def _log_unread(self, step: _Step, readings: Mapping[GroupKey, Reading], pages: Mapping[GroupKey, int]) -> Tensor:
+        """What key codes say of the candidates that were not read, [rows, q_heads], for groups that have read some."""
+        states = step.rows.states
+        log_unread = torch.full(tuple(states.lse.shape), -torch.inf)
+        for group, reading in readings.items():
+            if pages[group] and reading.log_unread is not None:
+                looked = -(-pages[group] // reading.microbatch_pages) - 1
+                log_unread[group.row, states.heads(group)] = torch.from_numpy(reading.log_unread[looked]).float()
+        return log_unread
 
     def _start_retained(self, step: _Step) -> Future[DeviceResult]:
         """Have the device attend to the retained sets."""

@@ -12,7 +12,7 @@ What the paper's steps are is said where they are computed: features in `predict
   granularity. `granularities` of 16 alone asks for no other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_scores
+from vllm_hybrid_sparse.kernels.merge.reference import merge_with_unread
 from vllm_hybrid_sparse.kernels.score.reference import score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 from vllm_hybrid_sparse.policy.budget import GRANULARITIES, GroupBudgets, select_budgets
@@ -55,6 +56,7 @@ class FluxionSequence:
     scale: float
     ranking: PageRanking
     granularities: Sequence[int] = GRANULARITIES
+    attributed: float = 0.0  # share of the unread blocks' estimated weight that the candidates read stand for
     anchor: Anchor | None = None
     anchor_tokens: int = 0  # of the sequence that ends with the anchor
     tokens: int = 0  # that were there after the last row
@@ -103,9 +105,28 @@ class FluxionSequence:
             scores.append(block_scores(rows, host, blk, self.scale, self.ranking) if blk else torch.empty(len(rows), 0))
             chosen = best_blocks(scores[-1], budgets.blocks[kv_head].tolist())
             pages.append([first_page + page for page in pages_of_blocks(chosen, blk, len(host) // PAGE_TOKENS)])
-            read = [*self.retained.retained_pages(keys.shape[1]), *pages[-1]]
-            out.append(attend_pages(rows, key, value, read, self.scale)[0])
+            out.append(self.attend(rows, key, value, pages[-1], blk, budgets.blocks[kv_head].tolist()))
         return FluxionStep(features, budgets, scores, pages, torch.cat(out))
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, pages: list[int], granularity: int, counts: Sequence[int]
+    ) -> Tensor:
+        """Attend with one group to the retained set and the candidates read, which the unread blocks may count for.
+
+        query        [group, head_dim]
+        key, value   [tokens, head_dim]
+        counts       how many blocks of `granularity` tokens each head selects
+        returns      [group, head_dim] f64
+        """
+        retained = self.retained.retained_pages(len(key))
+        if not (self.attributed and self.ranking.code_bits and pages):
+            return attend_pages(query, key, value, [*retained, *pages], self.scale)[0]
+        alone, read = (attend_pages(query, key, value, part, self.scale) for part in (retained, pages))
+        segments = Segments.of(self.retained, len(key))
+        scores = block_scores(query, key[segments.host], granularity, self.scale, self.ranking)
+        taken = {(page * PAGE_TOKENS - segments.sink_end) // granularity for page in pages}
+        log_unread = unread_weights(scores, taken, counts)
+        return merge_with_unread(*alone, *read, log_unread, self.attributed)
 
 
 def choose_budgets(
@@ -154,6 +175,17 @@ def best_blocks(scores: Tensor, counts: Sequence[int]) -> list[int]:
     """
     orders = [row.argsort(descending=True, stable=True).tolist() for row in scores]
     return sorted({block for order, count in zip(orders, counts, strict=True) for block in order[:count]})
+
+
+def unread_weights(scores: Tensor, taken: Collection[int], counts: Sequence[int]) -> Tensor:
+    """What key codes say of the blocks that were not taken, for the heads that select some; -inf for the others.
+
+    scores    [group, blocks]
+    counts    how many blocks each head selects
+    returns   [group] natural log
+    """
+    left = [block for block in range(scores.shape[1]) if block not in taken]
+    return scores[:, left].logsumexp(dim=1).masked_fill(torch.tensor(counts) == 0, -torch.inf)
 
 
 def pages_of_blocks(blocks: Sequence[int], granularity: int, num_pages: int) -> list[int]:

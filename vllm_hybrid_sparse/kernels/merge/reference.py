@@ -22,3 +22,22 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     for part, weight in ((out_a, weight_a), (out_b, weight_b)):
         out += torch.where(weight.unsqueeze(-1) > 0, (weight / total).unsqueeze(-1) * part, 0.0)
     return out.to(out_a.dtype), (peak + total.log()).to(lse_a.dtype)
+
+
+def merge_with_unread(
+    retained_out: Tensor, retained_lse: Tensor, read_out: Tensor, read_lse: Tensor, log_unread: Tensor, share: float
+) -> Tensor:
+    """Fold the retained set and the candidates read, and let them stand for the unread: see `attribute_unread`.
+
+    retained_out, read_out   [..., head_dim]   normalised
+    retained_lse, read_lse   [...]             natural log, -inf where nothing was read
+    log_unread               [...]             what the other candidates are estimated to weigh, likewise
+    share                    of that, what the candidates read stand for; all that was read stands for the rest
+    returns                  [..., head_dim]
+    """
+    out, _ = merge_states(retained_out, retained_lse, read_out, read_lse)
+    logs = torch.stack([retained_lse, read_lse, log_unread])
+    retained, read, unread = (logs - logs.amax(dim=0)).exp()[..., None]
+    stand_in = share * read_out + (1 - share) * out
+    merged: Tensor = (retained * retained_out + read * read_out + unread * stand_in) / (retained + read + unread)
+    return merged

@@ -118,6 +118,7 @@ def native_selection(selection: SelectionSpec, retained: RetainedSet) -> _native
         threshold=selection.threshold,
         microbatch_pages=selection.microbatch_pages,
         estimated_remainder=selection.estimated_remainder,
+        attributed=selection.attributed,
         sink_tokens=retained.sink_tokens,
         window_tokens=retained.window_tokens,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_weights
-from vllm_hybrid_sparse.kernels.merge.reference import merge_states
+from vllm_hybrid_sparse.kernels.merge.reference import merge_states, merge_with_unread
 from vllm_hybrid_sparse.kernels.score.reference import score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
@@ -46,14 +46,16 @@ def progressive_attention(
     - AS is kept as its logarithm.
     AS_min starts at the largest value, so at least one microbatch is read whatever the threshold.
 
-    Where the selector asks for an estimated remainder, `estimated_reading` says when to stop.
+    Where the selector asks for an estimated remainder, `estimated_reading` says when to stop. Part of what key codes
+    estimate of the unread candidates is then given to those read (`with_unread`), if the policy says so.
 
     query        [group, head_dim]     bf16 | f16 | f32
     key, value   [seq_len, head_dim]   same dtype, the current token included
     scale        factor of the scores
     """
     first_page, end_page = retained.candidate_range(len(key))
-    out, log_as_acc = attend_pages(query, key, value, retained.retained_pages(len(key)), scale)
+    attend = partial(attend_pages, query, key, value, scale=scale)
+    alone = out, log_as_acc = attend_pages(query, key, value, retained.retained_pages(len(key)), scale)
     log_as_min = torch.full_like(log_as_acc, torch.inf)
 
     candidates = key[first_page * PAGE_TOKENS : end_page * PAGE_TOKENS]
@@ -64,9 +66,12 @@ def progressive_attention(
         scores = score_pages(query, summarize_pages(candidates, summary), scale, summary)
         ranking = selector.order(scores.numpy())
     order = [first_page + int(index) for index in ranking]
+    share = selector.spec.attributed if summary == "key_codes" else 0.0
     if selector.spec.estimated_remainder and order:
-        attend = partial(attend_pages, query, key, value, scale=scale)
-        return estimated_reading(attend, out, log_as_acc, order, scores, selector)
+        result = estimated_reading(attend, out, log_as_acc, order, scores, selector)
+        if share and result.pages:
+            result = result._replace(out=with_unread(attend, alone, result.pages, scores, first_page, share))
+        return result
 
     num_left = end_page - first_page
     pages: list[int] = []
@@ -83,6 +88,8 @@ def progressive_attention(
         mass.append(torch.exp(log_as_acc - torch.logaddexp(log_as_acc, log_as_left)))
         if selector.is_done(mass[-1].numpy()):
             break
+    if share and pages:
+        out = with_unread(attend, alone, pages, scores, first_page, share)
     return ProgressiveResult(out, log_as_acc, pages, mass)
 
 
@@ -130,3 +137,24 @@ def estimated_reading(
         pages += taken
         mass.append(kept(log_read, unread))
     return ProgressiveResult(out, log_read, pages, mass)
+
+
+def with_unread(
+    attend: Callable[[list[int]], tuple[Tensor, Tensor]],
+    alone: tuple[Tensor, Tensor],
+    pages: list[int],
+    log_weights: Tensor,
+    first_page: int,
+    share: float,
+) -> Tensor:
+    """Attention over the retained set and some candidates, with a share of the others' estimated weight given to these.
+
+    attend        pages -> (out, lse) of these pages, [group, head_dim] and [group] f64
+    alone         (out, lse) of the retained set
+    pages         the candidates read, one at the least
+    log_weights   [group, candidates] f64       of all candidates, the first of which is page `first_page`
+    returns       [group, head_dim] f64
+    """
+    unread = sorted({first_page + index for index in range(log_weights.shape[1])} - set(pages))
+    log_unread = log_weights[:, [page - first_page for page in unread]].logsumexp(dim=-1)
+    return merge_with_unread(*alone, *attend(pages), log_unread, share)

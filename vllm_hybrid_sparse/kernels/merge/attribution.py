@@ -1,0 +1,38 @@
+"""What becomes of the weight of the candidates that were not read."""
+
+from torch import Tensor
+
+_MOST_LOG_RATIO = 60.0
+"""Of weights, as far as it matters which is larger."""
+
+_LEAST_SHARE = 1e-5
+"""Of the candidates in what was read: below it, rounding is all that the difference of the two states shows."""
+
+
+def attribute_unread(
+    out: Tensor, lse: Tensor, retained_out: Tensor, retained_lse: Tensor, log_unread: Tensor, share: float
+) -> Tensor:
+    """Give part of the unread weight to the candidates that were read; the rest stays left out.
+
+    With r, m and u the weights of the retained set, of the candidates read and of the unread ones, o_r and o_m the
+    outputs of the first two, and o = (r o_r + m o_m) / (r + m) that of everything read:
+    (r o_r + m o_m + u (share o_m + (1 - share) o)) / (r + m + u).
+    That an unread candidate is more like those read than like the sink or the latest tokens is our own observation
+    (docs/CHOOSING.md); the papers leave the whole of it out, a share of 0. SparQ Attention (Ribar et al. 2024) gives it
+    to the mean of all values instead.
+
+    out, retained_out   [..., head_dim]   floating point, normalised: of everything read, and of the retained set alone
+                                          finite also where nothing was read
+    lse, retained_lse   [...]             natural log, -inf where nothing was read
+    log_unread          [...]             likewise; where it is -inf, or no candidate was read (less than 1e-5 of the
+                                          weight), a row stays as it is
+    share               0 to 1
+    returns             [..., head_dim]   of the dtype of `out`
+    """
+    of_retained = (retained_lse - lse).exp().nan_to_num(nan=1.0)  # r / (r + m)
+    of_candidates = 1.0 - of_retained
+    unread = (log_unread - lse).clamp(max=_MOST_LOG_RATIO).exp().nan_to_num(nan=0.0)  # u / (r + m)
+    given = share * unread / (1.0 + (1.0 - share) * unread)
+    given = given.masked_fill(of_candidates < _LEAST_SHARE, 0.0)[..., None]
+    candidates = (out - of_retained[..., None] * retained_out) / of_candidates.clamp(min=_LEAST_SHARE)[..., None]
+    return (out + given * candidates) / (1.0 + given)
