@@ -132,7 +132,12 @@ def test_work_of_another_calibration_is_refused(
     out = tmp_path / "p.safetensors"
     assert main(arguments(model_folder, text, out)) == 0
     before = out.read_bytes()
-    for option, value, name in (("--tau", "0.05", "tau"), ("--steps", "4", "steps"), ("--skip-tokens", "9", "windows")):
+    for option, value, name in (
+        ("--tau", "0.05", "tau"),
+        ("--steps", "4", "steps"),
+        ("--skip-tokens", "9", "windows"),
+        ("--unread-attributed", "0", "unread_attributed"),
+    ):
         assert main(arguments(model_folder, text, out, option, value)) == 1
         assert f"holds samples of another {name}; name another folder or delete it" in capsys.readouterr().err
     other = tmp_path / model_folder.name
@@ -174,6 +179,7 @@ def test_bad_input_is_refused_with_its_rule(
         (arguments(model_folder, text, out, "--prose-windows", "-1"), "prose-windows=-1: must be 0 or more"),
         (arguments(model_folder, text, out, "--skip-tokens", "-1"), "skip-tokens=-1: must be 0 or more"),
         (arguments(model_folder, text, out, "--tau", "0"), "tau=0.0: must be above 0"),
+        (arguments(model_folder, text, out, "--unread-attributed", "1.1"), "unread-attributed=1.1: must be 0 to 1"),
         (arguments(model_folder, text, out, "--quantile", "1"), "quantile=1.0: must be above 0 and below 1"),
         (arguments(model_folder, text, out, "--windows", "1", "--prose-windows", "0"), "prompts=1: must be 2 or more"),
     ):
@@ -188,7 +194,8 @@ def test_samples_are_those_of_token_by_token_decoding(model_folder: Path, rankin
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     token_ids = prose_window(AutoTokenizer.from_pretrained(model_folder), 0, SEGMENT, SEGMENT, SPAN, 0).token_ids
     plan = SamplingPlan(segment_tokens=SEGMENT, span_tokens=SPAN, steps=SPAN)  # every step of the span
-    samples = collect_window(model, token_ids, plan, RetainedSet(), ranking, 0.02, "seed")
+    attributed = 0.5 if ranking.code_bits else 0.0
+    samples = collect_window(model, token_ids, plan, RetainedSet(), ranking, 0.02, attributed, "seed")
     seen: list[DecodeStep] = []
     with (
         torch.inference_mode(),
@@ -202,7 +209,7 @@ def test_samples_are_those_of_token_by_token_decoding(model_folder: Path, rankin
     assert samples.host_tokens.tolist() == [(step.keys.shape[1] - 320) // 16 * 16 for step in seen[:: SHAPE.layers]]
     for index, step in enumerate(seen):
         weights = page_weights(step) if ranking.code_bits else None
-        labels = label_heads(step.query, step.keys, step.values, step.scale, RetainedSet(), 0.02, weights)
+        labels = label_heads(step.query, step.keys, step.values, step.scale, RetainedSet(), 0.02, weights, attributed)
         got = samples.budgets[index // SHAPE.layers, step.layer]
         assert (np.abs(got - labels.budgets.numpy()) < 1e-6).mean() > 0.9  # rounding may decide where two are level
 

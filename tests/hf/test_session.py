@@ -110,7 +110,7 @@ def test_hgca_begins_every_sequence_with_nothing_of_the_last() -> None:
         assert answer(model, prompt(1)) == first
 
 
-def save_predictor(path: Path, base_budget: float, layers: int = 3) -> str:
+def save_predictor(path: Path, base_budget: float, layers: int = 3, unread_attributed: float = 0.0) -> str:
     """One that gives every head this share of the host segment, for the tiny Llama."""
     predictor = Predictor()
     predictor.target_mean.copy_(torch.tensor([base_budget, 0.0]))
@@ -120,7 +120,14 @@ def save_predictor(path: Path, base_budget: float, layers: int = 3) -> str:
     shape = ModelShape(layers=layers, query_heads=6, kv_heads=2, head_dim=16)
     retained = RetainedSet(window_tokens=64)
     origin = PredictorOrigin(
-        shape=shape, model="", tau=0.1, retained=retained, ranking=PageRanking(), command="", validation={}
+        shape=shape,
+        model="",
+        tau=0.1,
+        retained=retained,
+        ranking=PageRanking(),
+        command="",
+        validation={},
+        unread_attributed=unread_attributed,
     )
     predictor.save(path, origin)
     return str(path)
@@ -137,6 +144,17 @@ def test_fluxion_with_everything_selected_answers_as_before(tmp_path: Path) -> N
     assert stats.pages_read == stats.pages_total
     assert stats.anchor_bytes > 0
     assert "anchors took" in stats.describe()
+
+
+@pytest.mark.parametrize(("setting", "warned"), [(0.5, False), (1.0, False), (0.25, True), (0.0, True)])
+def test_a_predictor_that_counts_on_more_of_the_unread_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, setting: float, warned: bool
+) -> None:
+    predictor = save_predictor(tmp_path / "p.safetensors", 0.1, unread_attributed=0.5)
+    settings = HybridSparseConfig(policy="fluxion", predictor=predictor, window_tokens=64, unread_attributed=setting)
+    with SparseSession(tiny_llama(), settings, max_tokens=1024):
+        said = f"hybrid_sparse.unread_attributed={setting}: the predictor's budgets count on 0.5" in caplog.text
+        assert said == warned
 
 
 @torch.inference_mode()

@@ -38,6 +38,26 @@ def test_where_page_weights_are_given_they_rank_the_blocks_and_the_keys_do_not(g
         assert (labels.budgets[:, 1:] != by_bounds.budgets[:, 1:]).any()
 
 
+@pytest.mark.parametrize(("share", "group", "tokens"), [(0.5, 1, 48), (0.5, 3, 175), (1.0, 3, 336)])
+def test_blocks_may_stand_for_what_the_others_weigh(share: float, group: int, tokens: int) -> None:
+    layer = random_layer(group, tokens, seed=tokens)
+    first, end = RETAINED.candidate_range(tokens)
+    keys = layer.keys.repeat_interleave(group, dim=0)[:, 16 * first : 16 * end].unflatten(1, (-1, 16))
+    weights = (SCALE * torch.einsum("hd,hptd->hpt", layer.query, keys)).logsumexp(dim=-1)  # as if codes were exact
+    labels = label_heads(*layer, SCALE, RETAINED, 0.05, weights, share)
+    least, settled = least_budgets(*layer, SCALE, RETAINED, 0.05, weights, share)
+    assert labels.budgets.tolist() == [pytest.approx(row, abs=1e-12) for row in least]
+    assert labels.settled.tolist() == [pytest.approx(row[1:], abs=1e-12) for row in settled]
+    left_out = label_heads(*layer, SCALE, RETAINED, 0.05, weights)
+    assert labels.budgets[:, 0].tolist() == left_out.budgets[:, 0].tolist()
+    assert (labels.budgets != left_out.budgets).any() == (tokens > 48)
+
+
+def test_without_page_weights_nothing_is_known_of_the_unread() -> None:
+    with pytest.raises(ConfigError, match=r"attributed=0\.5: must be 0 where"):
+        label_heads(*random_layer(1, 64, seed=0), SCALE, RETAINED, 0.1, None, 0.5)
+
+
 def test_the_cases_hold_streaming_and_retrieval_heads_and_errors_that_rise_again() -> None:
     labels = label_heads(*random_layer(8, 401, seed=401), SCALE, RETAINED, 0.1)
     assert 0 < labels.streaming.sum() < 16

@@ -47,6 +47,7 @@ class CalibrationOptions:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     retained: RetainedSet = field(default_factory=RetainedSet)
     ranking: PageRanking = field(default_factory=PageRanking)
+    unread_attributed: float = 0.5  # the setting of this name when serving; 0 to 1, of no use without key codes
 
     def __post_init__(self) -> None:
         for name, value, legal, rule in (
@@ -55,6 +56,7 @@ class CalibrationOptions:
             ("prose-windows", self.prose_windows, self.prose_windows >= 0, "0 or more"),
             ("skip-tokens", self.skip_tokens, self.skip_tokens >= 0, "0 or more"),
             ("tau", self.tau, 0 < self.tau < math.inf, "above 0"),
+            ("unread-attributed", self.unread_attributed, 0 <= self.unread_attributed <= 1, "0 to 1"),
         ):
             if not legal:
                 raise ConfigError(f"{name}={value}: must be {rule}")
@@ -63,6 +65,11 @@ class CalibrationOptions:
             if not path.is_file():
                 raise ConfigError(f"texts={path}: no such file")
         writable("out", self.out)
+
+    @property
+    def attributed(self) -> float:
+        """Share of the unread blocks' weight that labels give to those read: only key codes estimate it."""
+        return self.unread_attributed if self.ranking.code_bits else 0.0
 
     @property
     def work_folder(self) -> Path:
@@ -80,7 +87,8 @@ class CalibrationOptions:
             "epochs": self.training.epochs, "quantile": self.training.quantile, "seed": self.training.seed,
         }  # fmt: skip
         words += ["--summary", self.ranking.summary]
-        words += ["--code-bits", str(self.ranking.code_bits)] if self.ranking.code_bits else []
+        if self.ranking.code_bits:
+            words += ["--code-bits", str(self.ranking.code_bits), "--unread-attributed", str(self.unread_attributed)]
         words += [
             "--out",
             self.out.name,
@@ -116,6 +124,7 @@ def calibrate(options: CalibrationOptions) -> dict[str, float]:
         tau=options.tau,
         retained=options.retained,
         ranking=options.ranking,
+        unread_attributed=options.attributed,
         command=options.command(),
         validation={name: round(value, 5) for name, value in figures.items() if math.isfinite(value)},
     )
@@ -159,6 +168,7 @@ def _claim_work_folder(options: CalibrationOptions, shape: ModelShape, windows: 
         **asdict(options.retained),
         **asdict(options.ranking),
         "tau": options.tau,
+        "unread_attributed": options.attributed,
         "seed": options.training.seed,
         "feature_version": FEATURE_VERSION,
         "windows": {
@@ -195,7 +205,14 @@ def _collect(options: CalibrationOptions, windows: list[TextWindow]) -> None:
         with Progress(f"window {index + 1} of {len(windows)} ({window.name})") as progress:
             seed = f"{options.training.seed} {index}"
             samples = collect_window(
-                model, window.token_ids, options.plan, options.retained, options.ranking, options.tau, seed
+                model,
+                window.token_ids,
+                options.plan,
+                options.retained,
+                options.ranking,
+                options.tau,
+                options.attributed,
+                seed,
             )
             samples.save(_shard(options, index))
             streaming = (samples.budgets[..., 0] == 0).mean()

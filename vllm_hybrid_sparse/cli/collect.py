@@ -54,11 +54,14 @@ def collect_window(
     retained: RetainedSet,
     ranking: PageRanking,
     tau: float,
+    attributed: float,
     seed: str,
 ) -> Samples:
     """Run one window through the model with full attention; features and labels of its sampled steps.
 
     token_ids   [tokens] int64
+    attributed  share of the unread blocks' estimated weight that labels give to those read, as when serving; 0 where
+                bounds rank
     seed        decides the sampled steps
     ranking     what ranks the blocks; key codes are made and scored by the shipped kernels
     raises      ConfigError for a model that SparseSession does not serve
@@ -70,7 +73,7 @@ def collect_window(
         sink_tokens=retained.sink_tokens,
         window_tokens=retained.window_tokens,
     )
-    recorder = _Recorder(retained, tau)
+    recorder = _Recorder(retained, tau, attributed)
     with SparseSession(model, settings, max_tokens=len(token_ids), watch=recorder.watch) as session:
         if ranking.summary == "key_codes":
             recorder.page_weights = session.score_candidates
@@ -89,11 +92,11 @@ def collect_window(
 class _Recorder:
     """Keeps the anchor of each layer, and the samples."""
 
-    def __init__(self, retained: RetainedSet, tau: float) -> None:
+    def __init__(self, retained: RetainedSet, tau: float, attributed: float) -> None:
         self.observes = False  # the coming single token is an anchor
         self.samples = False  # or a sample
         self.page_weights: Callable[[int, Tensor], Tensor] | None = None  # of a layer and query; None: bounds rank
-        self._retained, self._tau = retained, tau
+        self._retained, self._tau, self._attributed = retained, tau, attributed
         self._anchors: dict[int, Anchor] = {}
         self._features: list[Tensor] = []  # of one layer each, by step and layer
         self._budgets: list[Tensor] = []
@@ -113,7 +116,7 @@ class _Recorder:
         query, keys, values = (in_compute_dtype(tensor) for tensor in (step.query, step.keys, step.values))
         segments = Segments.of(self._retained, keys.shape[1])
         states = attend_retained(query, keys, values, step.scale, segments)
-        labels = label_heads(query, keys, values, step.scale, self._retained, self._tau, page_weights)
+        labels = label_heads(query, keys, values, step.scale, self._retained, self._tau, page_weights, self._attributed)
         self._features.append(decode_features(self._anchors[step.layer], query, step.scale, states, segments))
         self._budgets.append(labels.budgets)
         self._settled.append(labels.settled)

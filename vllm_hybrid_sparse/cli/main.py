@@ -73,6 +73,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
             ranking=PageRanking(
                 summary=arguments.summary, code_bits=arguments.code_bits if arguments.summary == "key_codes" else None
             ),
+            unread_attributed=arguments.unread_attributed,
         )
     )
     for name, value in figures.items():
@@ -133,6 +134,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
         ("epochs", 40, "passes over the samples"),
         ("seed", 0, "of everything drawn"),
         ("tau", 0.1, "largest output error of a head, as a share of the layer's largest head output"),
+        ("unread-attributed", 0.5, "the setting unread_attributed, as served; of key codes"),
         ("quantile", 0.9, "share of heads whose budget shall suffice, and how sure a head without one must be"),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{meaning} (default %(default)s)")

@@ -78,6 +78,7 @@ def label_heads(
     retained: RetainedSet,
     tau: float,
     page_weights: Tensor | None = None,
+    attributed: float = 0.0,
 ) -> HeadLabels:
     """The least budget of each query head of a layer at each granularity, for one decode query (eq. 2).
 
@@ -94,15 +95,20 @@ def label_heads(
     scale          softmax scale
     tau            > 0, else ConfigError
     page_weights   [q_heads, pages of the host segment] logarithms, as key codes estimate them; None: ranked by bounds
+    attributed     share of what the other blocks are estimated to weigh that the chosen ones stand for, as when serving
+                   (kernels/merge/attribution.py); needs page_weights, and single tokens know none of it
     returns        HeadLabels; without candidates every budget is 0
     """
     if not tau > 0:
         raise ConfigError(f"tau={tau}: must be above 0")
+    if attributed and page_weights is None:
+        raise ConfigError(f"attributed={attributed}: must be 0 where no page weights are given")
     segments = Segments.of(retained, keys.shape[1])
     query, keys, values = (in_compute_dtype(tensor) for tensor in (query, keys, values))
     heads = by_group(query, keys.shape[0])
     scores = scale * heads @ keys.transpose(1, 2)
-    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    highest = scores.amax(dim=-1, keepdim=True)
+    weights = (scores - highest).exp()
     outputs = weights @ values / weights.sum(dim=-1, keepdim=True)
     tolerance = tau * float(outputs.norm(dim=-1).max())
     if segments.host_tokens == 0:
@@ -115,7 +121,8 @@ def label_heads(
         block_scores = _bound_blocks(heads, keys[:, host])
     else:
         block_scores = _weigh_blocks(by_group(page_weights, keys.shape[0]))
-    least, settled = _block_budgets(kept, block_scores, weights[..., host], values[:, host])
+    estimates = [(logs - highest).exp() for logs in block_scores] if attributed else None
+    least, settled = _block_budgets(kept, block_scores, weights[..., host], values[:, host], estimates, attributed)
     budgets = torch.cat((tokens[..., None], least), dim=-1)
     return HeadLabels(budgets.flatten(0, 1), settled.flatten(0, 1))
 
@@ -145,6 +152,20 @@ class _Kept:
         """Eq. 2 multiplied by the weight; a set whose weights all underflow has no output and never meets it."""
         within: Tensor = deviation.norm(dim=-1) <= self.tolerance * weight
         return within & (weight > 0)
+
+    def meets_with_unread(self, deviation: Tensor, weight: Tensor, unread: Tensor, share: float) -> Tensor:
+        """Eq. 2 where the blocks read stand for a share of what the others weigh (`attribute_unread`).
+
+        deviation, weight   [kv_heads, group, blocks, head_dim] and [kv_heads, group, blocks] of the blocks read alone
+        unread              [kv_heads, group, blocks] estimated weight of the others
+        returns             [kv_heads, group, blocks] bool
+        """
+        total = self.weight[..., None] + weight
+        given = share * unread / (total + (1 - share) * unread)
+        of_read = (self.deviation[:, :, None] + deviation) / total[..., None]
+        error = (of_read + given[..., None] * deviation / weight[..., None]).norm(dim=-1)
+        within: Tensor = error <= self.tolerance * (1 + given)  # not where a weight underflows: then the error is NaN
+        return within
 
 
 def _token_budget(kept: _Kept, scores: Tensor, weights: Tensor, values: Tensor) -> Tensor:
@@ -213,12 +234,21 @@ def _pairs(blocks: Tensor, dim: int, missing: float) -> Tensor:
     return pairs
 
 
-def _block_budgets(kept: _Kept, block_scores: list[Tensor], weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _block_budgets(
+    kept: _Kept,
+    block_scores: list[Tensor],
+    weights: Tensor,
+    values: Tensor,
+    estimates: list[Tensor] | None,
+    attributed: float,
+) -> tuple[Tensor, Tensor]:
     """The least and the settled budgets, [kv_heads, group, 4] each, at each of GRANULARITIES.
 
     block_scores   of each of GRANULARITIES [kv_heads, group, blocks], by which blocks are ranked
     weights        [kv_heads, group, host tokens]
     values         [kv_heads, host tokens, head_dim]   whole pages
+    estimates      like block_scores, what the blocks are estimated to weigh; None: what is unread is left out
+    attributed     share of it that the blocks read stand for
     """
     value_pages = values.unflatten(1, (-1, PAGE_TOKENS))
     num_pages = value_pages.shape[1]
@@ -227,7 +257,7 @@ def _block_budgets(kept: _Kept, block_scores: list[Tensor], weights: Tensor, val
     output_sums = (page_weights.transpose(1, 2) @ value_pages).transpose(1, 2)
     deviation = output_sums - weight[..., None] * kept.outputs[:, :, None]
     least, settled = [], []
-    for blk, scores in zip(GRANULARITIES, block_scores, strict=True):
+    for index, (blk, scores) in enumerate(zip(GRANULARITIES, block_scores, strict=True)):
         pages = blk // PAGE_TOKENS
         num_blocks = scores.shape[-1]
         order = scores.argsort(dim=-1, descending=True, stable=True)
@@ -237,6 +267,11 @@ def _block_budgets(kept: _Kept, block_scores: list[Tensor], weights: Tensor, val
             torch.cat((kept.deviation[:, :, None], deviations_in_order), dim=2).cumsum(dim=2),
             torch.cat((kept.weight[..., None], weights_in_order), dim=2).cumsum(dim=2),
         )
+        if estimates is not None:
+            in_order = estimates[index].gather(-1, order)
+            unread = (in_order.sum(dim=-1, keepdim=True) - in_order.cumsum(dim=-1)).clamp(min=0)
+            read = deviations_in_order.cumsum(dim=2), weights_in_order.cumsum(dim=2)
+            meets[..., 1:] = kept.meets_with_unread(*read, unread, attributed)
         meets[..., -1] = True  # everything: full attention itself, whatever the rounding
         sizes = torch.full_like(order, pages)
         sizes[order == num_blocks - 1] = num_pages - (num_blocks - 1) * pages

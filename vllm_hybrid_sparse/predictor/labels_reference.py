@@ -41,6 +41,7 @@ def least_budgets(
     retained: RetainedSet,
     tau: float,
     page_weights: Tensor | None = None,
+    attributed: float = 0.0,
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Eq. 2 for every query head: the least budget at each of LABEL_GRANULARITIES, and the settled ones.
 
@@ -65,7 +66,19 @@ def least_budgets(
             for block in [range(0), *rank_blocks(q, head_keys[segments.host], blk, weights)]:
                 chosen += [segments.sink_end + token for token in block]
                 budget = (len(chosen) - len(kept)) / max(segments.host_tokens, 1)
-                error = float((attend(q, head_keys[chosen], head_values[chosen], scale) - outputs[h]).norm()) / largest
+                output = attend(q, head_keys[chosen], head_values[chosen], scale)
+                read = chosen[len(kept) :]
+                if attributed and blk > 1 and 0 < len(read) < segments.host_tokens:
+                    assert weights is not None
+                    unread = set(range(len(weights))) - {(token - segments.sink_end) // PAGE_TOKENS for token in read}
+                    log_unread = weights[sorted(unread)].logsumexp(dim=0)
+                    of_read = attend(q, head_keys[read], head_values[read], scale)
+                    lse_chosen = (scale * head_keys[chosen] @ q).logsumexp(dim=0)
+                    # the whole, plus the unread for which a share of the read stands, and for the rest the whole
+                    unread_weight = torch.exp(log_unread - lse_chosen)
+                    stand_in = attributed * of_read + (1 - attributed) * output
+                    output = (output + unread_weight * stand_in) / (1 + unread_weight)
+                error = float((output - outputs[h]).norm()) / largest
                 everything = len(chosen) == segments.tokens
                 (met if error <= tau or everything else missed).append(budget)
             least[-1].append(min(met))

@@ -60,6 +60,7 @@ class PredictorOrigin:
     ranking: PageRanking  # what ranked the blocks
     command: str  # that made the predictor, with file names and no paths
     validation: dict[str, float]  # figures on held-out prompts
+    unread_attributed: float = 0.0  # the setting of this name that its budgets count on
 
     def to_metadata(self) -> dict[str, str]:
         """What safetensors keeps; one entry, since it writes several in no particular order."""

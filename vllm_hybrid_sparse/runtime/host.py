@@ -1,5 +1,6 @@
 """The host tier of one worker process: one thread pool, one kernel per layer shape, and their statistics."""
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 
 if TYPE_CHECKING:
     from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
+
+logger = logging.getLogger(__name__)
 
 
 def helper_cpus(threads: int) -> list[int]:
@@ -131,6 +134,14 @@ class HostRuntime:
         """
         if self.settings.prediction is not None and self._predictor is None:
             predictor, origin = choose_predictor(self.settings.prediction, shape, self.settings.retained)
+            if origin.unread_attributed > self.settings.selection.attributed:
+                logger.warning(
+                    "hybrid_sparse.unread_attributed=%s: the predictor's budgets count on %s, so more than tau=%s may "
+                    "be lost; make one with `hybrid-sparse calibrate --unread-attributed`",
+                    self.settings.selection.attributed,
+                    origin.unread_attributed,
+                    origin.tau,
+                )
             self._predictor = native_predictor(predictor), origin.tau
 
     def fluxion_layer(self, layer: int) -> _native.FluxionLayer | None:
