@@ -75,9 +75,10 @@ def test_a_predictor_is_written_for_the_model_with_its_command_and_no_paths(
     assert main(arguments(model_folder, text, out)) == 0
     _, origin = load_predictor(out, SHAPE, RetainedSet(), PageRanking(), 0.02)
     assert origin.command == (
-        "hybrid-sparse calibrate tiny --texts stories.txt --summary key_codes --code-bits 2 "
-        "--unread-attributed 0.5 --out tiny.safetensors --tokens 900 --windows 3 --prose-windows 1 --skip-tokens 0 "
-        "--segment-tokens 400 --span-tokens 32 --sink-tokens 64 --window-tokens 256 --steps 3 --tau 0.02 --epochs 2 --quantile 0.9 --seed 0"
+        "hybrid-sparse calibrate tiny --texts stories.txt --summary key_codes --code-bits 2 --unread-attributed "
+        "0.5 --out tiny.safetensors --tokens 900 --windows 3 --prose-windows 1 --skip-tokens 0 --segment-tokens "
+        "400 --span-tokens 32 --sink-tokens 64 --window-tokens 256 --steps 3 --tau 0.02 --epochs 2 --quantile 0.9 "
+        "--seed 0"
     )
     assert origin.unread_attributed == 0.5
     said = capsys.readouterr().out
