@@ -182,8 +182,10 @@ void Engine::rank_item(Item& item, int index, const Selection& selection) {
   item.rank.build(kernels_, grouped, candidates, item.candidate_begin);
   item.lse_min.assign(group, std::numeric_limits<float>::infinity());
   clear_state(state(read_state(index)));
-  if (selection.estimated_remainder) item.unread.assign(group, 1.0);
-  if (selection.estimated_remainder) verify(item, index, selection, 0);  // the retained set may be enough
+  if (selection.estimated_remainder) {
+    item.unread.assign(group, 1.0);
+    verify(item, index, selection, 0);  // the retained set may be enough
+  }
   if (item.open) take_next(item, index, selection);
 }
 

@@ -171,8 +171,8 @@ class Engine {
     int microbatches;               // progressive: verified so far
     float kept;
     std::vector<float> lse_min;     // [group]
-    std::vector<float> estimated_lse;  // [group] of all candidates
-    std::vector<double> unread;        // [group] estimated share of the candidates' weight that `order` leaves out; empty: unknown
+    std::vector<float> estimated_lse;  // [group] of all candidates; with an anchor of those that `order` leaves out
+    std::vector<double> unread;        // [group] share of that estimate which `order` leaves out; empty: unknown
     FluxionRequest* anchor;            // Fluxion's state of the request; null: the row reads what the selection says
     int first_row;                     // anchor: of head_features_ and what goes with them
     int granularity;                   // anchor: tokens of a logical block, 0 where all heads stream

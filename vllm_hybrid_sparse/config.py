@@ -12,6 +12,7 @@ from vllm_hybrid_sparse.values import (
     CODE_BITS,
     PAGE_TOKENS,
     SUMMARY_VECTORS,
+    UNREAD_ATTRIBUTED,
     PageRanking,
     PredictionSpec,
     RetainedSet,
@@ -210,7 +211,7 @@ class HybridSparseConfig:
     unread_attributed: float | None = _setting(
         _Setting(
             kind=float,
-            default=0.5,
+            default=UNREAD_ATTRIBUTED,
             values="0 to 1",
             allows=lambda value: 0 <= value <= 1,
             meaning="how much of the attention weight that key codes estimate of the unread pages goes to the "

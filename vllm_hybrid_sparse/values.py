@@ -19,6 +19,9 @@ key_codes keeps none, but one or two bits of each key; `none` keeps nothing, for
 CODE_BITS = (1, 2)
 """Bits a dimension that key codes may have."""
 
+UNREAD_ATTRIBUTED = 0.5
+"""Default of the setting `unread_attributed`, which Fluxion's budgets are made for, too."""
+
 MICROBATCHES_IN_FLIGHT = 2
 """Of a group on a device: the microbatch that is attended and the one that is loaded meanwhile (PSA, section 3.3)."""
 

@@ -27,7 +27,7 @@ from vllm_hybrid_sparse.predictor.model import PARAMETERS, ModelShape, Predictor
 from vllm_hybrid_sparse.predictor.samples import Samples
 from vllm_hybrid_sparse.predictor.training import TrainingConfig, split_prompts, train
 from vllm_hybrid_sparse.predictor.validation import validate
-from vllm_hybrid_sparse.values import PageRanking, RetainedSet
+from vllm_hybrid_sparse.values import UNREAD_ATTRIBUTED, PageRanking, RetainedSet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,9 @@ class CalibrationOptions:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     retained: RetainedSet = field(default_factory=RetainedSet)
     ranking: PageRanking = field(default_factory=PageRanking)
-    unread_attributed: float = 0.5  # the setting of this name when serving; 0 to 1, of no use without key codes
+    unread_attributed: float = (
+        UNREAD_ATTRIBUTED  # the setting of this name when serving; 0 to 1, of no use without key codes
+    )
 
     def __post_init__(self) -> None:
         for name, value, legal, rule in (

@@ -11,7 +11,7 @@ from vllm_hybrid_sparse.cli.bench_options import BenchOptions, add_options
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 from vllm_hybrid_sparse.config import FLUXION_SUMMARIES
 from vllm_hybrid_sparse.errors import ConfigError, HybridSparseError
-from vllm_hybrid_sparse.values import CODE_BITS, PageRanking, RetainedSet
+from vllm_hybrid_sparse.values import CODE_BITS, UNREAD_ATTRIBUTED, PageRanking, RetainedSet
 
 _TEXT_TOKENS = 7000
 _MAX_TEXT_TOKENS = 7900  # of the model's 8192, so that question and answer fit
@@ -134,7 +134,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
         ("epochs", 40, "passes over the samples"),
         ("seed", 0, "of everything drawn"),
         ("tau", 0.1, "largest output error of a head, as a share of the layer's largest head output"),
-        ("unread-attributed", 0.5, "the setting unread_attributed, as served; of key codes"),
+        ("unread-attributed", UNREAD_ATTRIBUTED, "the setting unread_attributed, as served; of key codes"),
         ("quantile", 0.9, "share of heads whose budget shall suffice, and how sure a head without one must be"),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{meaning} (default %(default)s)")

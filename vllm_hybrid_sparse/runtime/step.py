@@ -55,8 +55,7 @@ class TieredLayer:
         self._selection = native_selection(settings.selection, settings.retained)
         self._ranker = Ranker(settings.selection, settings.retained, attention.summary == "key_codes")
         self._plan = PLANNERS[settings.host_share or "none"]
-        weighs = attention.summary == "key_codes" and settings.selection.ranked
-        self._attributed = settings.selection.attributed if weighs else 0.0
+        self._attributed = settings.selection.attributed
         self._asks_residency = settings.host_share == "queue"
         self._host = HostSide(attention)
         self.last_pages: dict[GroupKey, tuple[int, ...]] = {}  # candidates that the last call read, in their order
@@ -119,7 +118,8 @@ class TieredLayer:
         scores = [self._scores(step, row) for row in range(len(queries))]  # while the device attends
         retained = self._finish(step, attending)
         readings, shares = self._rank(step, scores)
-        alone = tier.device.copied(rows.states) if self._attributed else None
+        gives = self._attributed and any(reading.log_unread is not None for reading in readings.values())
+        alone = tier.device.copied(rows.states) if gives else None
         queue = TaskQueue(self._plan(self._tasks(step, readings, scores)))
         attending = tier.launcher.submit(tier.side.run, rows, self._waves(queue, readings))
         try:
