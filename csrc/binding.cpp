@@ -126,9 +126,10 @@ NB_MODULE(_native, m) {
       }, nb::kw_only(), "feature_mean"_a, "feature_std"_a, "target_mean"_a, "target_std"_a, "weights"_a, "biases"_a);
 
   nb::class_<FluxionLayer>(m, "FluxionLayer")
-      .def("__init__", [](FluxionLayer* self, const HeadPredictor& predictor, int layer, float tau, int granularity) {
-        new (self) FluxionLayer(predictor, FluxionRule{layer, tau, granularity});
-      }, nb::kw_only(), "predictor"_a, "layer"_a, "tau"_a, "granularity"_a, nb::keep_alive<1, 2>())
+      .def("__init__", [](FluxionLayer* self, const HeadPredictor& predictor, int layer, float tau, int granularity,
+                          int dense_tokens) {
+        new (self) FluxionLayer(predictor, FluxionRule{layer, tau, granularity, dense_tokens});
+      }, nb::kw_only(), "predictor"_a, "layer"_a, "tau"_a, "granularity"_a, "dense_tokens"_a, nb::keep_alive<1, 2>())
       .def("release", &FluxionLayer::release, "slot"_a)
       .def("anchor", &FluxionLayer::anchor, "slot"_a)
       .def("anchor_tokens", &FluxionLayer::anchor_tokens, "slot"_a);

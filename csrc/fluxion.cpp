@@ -41,6 +41,7 @@ void Engine::choose_anchors(const LayerCall& call, const Batch& batch, const Sel
     const Item& first = items_[i];
     const int r = first.request;
     if (!batch.decode[r] || batch.slots[r] < 0 || first.candidate_begin == first.candidate_end) continue;
+    if (first.seq_len <= layer.rule().dense_tokens) continue;
     FluxionRequest& state = layer.request(batch.slots[r]);
     const int before = first.seq_len - 1;
     const bool follows = state.tokens == before && !state.query.empty();

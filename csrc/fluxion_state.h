@@ -17,6 +17,7 @@ struct FluxionRule {
   int layer;        // of the model, from 0
   float tau;        // error of the budgets among the anchor's features (eq. 2); > 0
   int granularity;  // tokens of a logical block; 0: of the least volume
+  int dense_tokens;  // sequences of so many tokens or fewer attend to everything
 };
 
 // One request in one layer.

@@ -186,6 +186,18 @@ class HybridSparseConfig:
             policies=("fluxion",),
         )
     )
+    dense_tokens: int | None = _setting(
+        _Setting(
+            kind=int,
+            default=2048,
+            values=f"0 to {_MAX_TOKENS}",
+            allows=lambda value: 0 <= value <= _MAX_TOKENS,
+            meaning="requests of so many tokens or fewer attend to everything: choosing takes longer "
+            "there than reading",
+            unit="tokens",
+            policies=("fluxion",),
+        )
+    )
     summary: str | None = _setting(
         _Setting(
             kind=str,
@@ -434,8 +446,13 @@ class HybridSparseConfig:
         if self.policy != "fluxion":
             return None
         assert self.granularity is not None
-        ranking = PageRanking(summary=self.page_summary, code_bits=self.code_bits)
-        return PredictionSpec(predictor=self.predictor, granularity=self.granularity, ranking=ranking)
+        assert self.dense_tokens is not None
+        return PredictionSpec(
+            predictor=self.predictor,
+            granularity=self.granularity,
+            dense_tokens=self.dense_tokens,
+            ranking=PageRanking(summary=self.page_summary, code_bits=self.code_bits),
+        )
 
     def describe(self) -> str:
         """The settings in effect as one line, `name=value` separated by blanks."""

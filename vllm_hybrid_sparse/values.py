@@ -147,6 +147,7 @@ class PredictionSpec:
 
     predictor: str | None = None  # path of its file; None: the one that the package ships
     granularity: int = 0  # tokens of a logical block, 16, 32, 64 or 128; 0: of the least volume (eq. 3)
+    dense_tokens: int = 0  # sequences of so many tokens or fewer attend to everything
     ranking: PageRanking = PageRanking()
 
 

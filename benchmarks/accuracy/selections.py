@@ -77,11 +77,16 @@ SELECTIONS: dict[str, dict[str, object]] = {
     "fluxion-minmax": {"policy": "fluxion", "summary": "minmax"},
     "fluxion-minmax-16": {"policy": "fluxion", "summary": "minmax", "granularity": 16},
     **{
-        f"fixed16-codes2-{budget:.0%}": {"policy": "fluxion", "granularity": 16, "unread_attributed": 0}
+        f"fixed16-codes2-{budget:.0%}": {
+            "policy": "fluxion",
+            "granularity": 16,
+            "dense_tokens": 0,
+            "unread_attributed": 0,
+        }
         for budget in HEAD_BUDGETS
     },
     **{
-        f"fixed16-minmax-{budget:.0%}": {"policy": "fluxion", "summary": "minmax", "granularity": 16}
+        f"fixed16-minmax-{budget:.0%}": {"policy": "fluxion", "summary": "minmax", "granularity": 16, "dense_tokens": 0}
         for budget in HEAD_BUDGETS
     },
 }

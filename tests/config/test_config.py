@@ -90,15 +90,24 @@ def test_hgca_judges_tokens_and_keeps_no_summary() -> None:
 def test_fluxion_asks_its_predictor_and_ranks_by_what_that_was_trained_with() -> None:
     config = HybridSparseConfig.from_mapping({"policy": "fluxion"})
     assert config.prediction == PredictionSpec(
-        predictor=None, granularity=0, ranking=PageRanking(summary="key_codes", code_bits=2)
+        predictor=None,
+        granularity=0,
+        dense_tokens=2048,
+        ranking=PageRanking(summary="key_codes", code_bits=2),
     )
     assert config.selection == SelectionSpec(attributed=0.5)
     assert (config.summary, config.code_bits) == ("key_codes", 2)
     given = HybridSparseConfig.from_mapping(
-        {"policy": "fluxion", "predictor": "a.safetensors", "granularity": "32", "summary": "minmax"}
+        {
+            "policy": "fluxion",
+            "predictor": "a.safetensors",
+            "granularity": "32",
+            "dense_tokens": "0",
+            "summary": "minmax",
+        }
     )
     bounds = PageRanking(summary="minmax", code_bits=None)
-    assert given.prediction == PredictionSpec(predictor="a.safetensors", granularity=32, ranking=bounds)
+    assert given.prediction == PredictionSpec(predictor="a.safetensors", granularity=32, dense_tokens=0, ranking=bounds)
     assert HybridSparseConfig(policy="topk").prediction is None
     assert refusal_of({"policy": "fluxion", "summary": "cuboid_mean"}) == (
         "hybrid_sparse.summary='cuboid_mean': must be key_codes or minmax with policy fluxion"
@@ -173,6 +182,7 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
         ({"policy": "hgca", "hgca_alpha": 1.01}, "hybrid_sparse.hgca_alpha=1.01: must be above 0 and at most 1"),
         ({"policy": "fluxion", "predictor": ""}, "hybrid_sparse.predictor='': must be the path of a file"),
         ({"policy": "fluxion", "granularity": 8}, "hybrid_sparse.granularity=8: must be one of 0, 16, 32, 64, 128"),
+        ({"policy": "fluxion", "dense_tokens": -1}, "hybrid_sparse.dense_tokens=-1: must be 0 to 16777216"),
         ({"summary": "none"}, "hybrid_sparse.summary='none': must be one of minmax, cuboid_mean, key_codes"),
         ({"summary": "mean"}, "hybrid_sparse.summary='mean': must be one of minmax, cuboid_mean"),
         ({"sink_tokens": -16}, "hybrid_sparse.sink_tokens=-16: must be a multiple of 16, 0 to 16777216"),
@@ -223,6 +233,7 @@ def test_every_unknown_setting_is_refused(name: Any) -> None:
         ("dense", "topk_ratio", 0.05, "topk"),
         ("progressive", "topk_pages", 64, "topk"),
         ("topk", "granularity", 16, "fluxion"),
+        ("progressive", "dense_tokens", 2048, "fluxion"),
     ],
 )
 def test_a_setting_without_effect_is_refused_with_the_policy_that_uses_it(

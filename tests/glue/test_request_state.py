@@ -42,7 +42,7 @@ def test_finished_aborted_and_preempted_requests_lose_their_slots(worker: Hybrid
 
 
 def test_every_layer_of_fluxion_is_told_of_a_request_that_ends(worker: HybridSparseCPUWorker) -> None:
-    worker._runtime = runtime = HostRuntime(HybridSparseConfig(policy="fluxion", num_threads=1))
+    worker._runtime = runtime = HostRuntime(HybridSparseConfig(policy="fluxion", dense_tokens=0, num_threads=1))
     runtime.use_model(ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64))
     layers = [runtime.fluxion_layer(index) for index in range(2)]
     attention = runtime.attention(

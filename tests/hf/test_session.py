@@ -137,7 +137,7 @@ def test_fluxion_with_everything_selected_answers_as_before(tmp_path: Path) -> N
     model = tiny_llama()
     before = [answer(model, prompt(seed)) for seed in (1, 2)]
     predictor = save_predictor(tmp_path / "all.safetensors", 1.0)
-    settings = HybridSparseConfig(policy="fluxion", predictor=predictor, window_tokens=64)
+    settings = HybridSparseConfig(policy="fluxion", predictor=predictor, window_tokens=64, dense_tokens=0)
     with SparseSession(model, settings, max_tokens=1024) as session:
         assert [answer(model, prompt(seed)) for seed in (1, 2)] == before
         stats = session.take_stats()
@@ -161,7 +161,9 @@ def test_a_predictor_that_counts_on_more_of_the_unread_warns(
 def test_fluxion_reads_less_from_a_prefill_and_from_an_adopted_cache(tmp_path: Path) -> None:
     model, ids = tiny_llama(), prompt()
     predictor = save_predictor(tmp_path / "little.safetensors", 0.1)
-    settings = HybridSparseConfig(policy="fluxion", predictor=predictor, window_tokens=64, granularity=16)
+    settings = HybridSparseConfig(
+        policy="fluxion", predictor=predictor, window_tokens=64, granularity=16, dense_tokens=0
+    )
     seen = list[DecodeStep]()
     with SparseSession(model, settings, max_tokens=1024, watch=seen.append) as session:
         cache = DynamicCache()

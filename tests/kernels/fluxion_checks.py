@@ -81,14 +81,16 @@ class MirroredFluxion:
         granularity: int = 0,
         num_blocks: int = 64,
         attributed: float = 0.0,
+        dense_tokens: int = 0,
     ) -> None:
-        self.retained, self.predictor, self.attributed = retained, predictor, attributed
+        self.retained, self.predictor = retained, predictor
+        self.attributed, self.dense_tokens = attributed, dense_tokens
         self.ranking = PageRanking(
             summary=shape.summary, code_bits=shape.code_bits if shape.summary == "key_codes" else None
         )
         self.granularities = (granularity,) if granularity else GRANULARITIES
         native = native_predictor(predictor)
-        states = fluxion_layer(native, layer=LAYER_INDEX, tau=TAU, granularity=granularity)
+        states = fluxion_layer(native, layer=LAYER_INDEX, tau=TAU, granularity=granularity, dense_tokens=dense_tokens)
         self.layer = ServedLayer(shape, num_blocks=num_blocks, fluxion=states)
         self.sequences: dict[int, FluxionSequence] = {}
         self.excuses: list[str] = []  # what differs because the reference itself is within rounding of it
@@ -109,6 +111,7 @@ class MirroredFluxion:
             self.ranking,
             self.granularities,
             self.attributed,
+            self.dense_tokens,
         )
         return request
 

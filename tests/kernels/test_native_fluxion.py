@@ -90,6 +90,22 @@ def test_a_request_that_grows_token_by_token_from_its_first() -> None:
     assert len(mirror.excuses) <= 3, mirror.excuses
 
 
+def test_a_short_request_attends_to_everything_until_it_has_grown() -> None:
+    """The last row that did so becomes the anchor of the first that chooses."""
+    mirror = MirroredFluxion(small(), constant_predictor(0.1), RETAINED, granularity=16, dense_tokens=120)
+    request, longer = mirror.start(), mirror.start()
+    mirror.step((request, 110), (longer, 121))
+    for tokens in range(111, 131):
+        step = mirror.step((request, 1), (longer, 1))
+        assert (mirror.steps[0] is None) == (tokens <= 120)
+        assert mirror.steps[1] is not None
+        exact = causal_attention(step.query[:1], request.key, request.value, mirror.layer.shape.scale)
+        assert torch.allclose(step.output[:1].double(), exact, atol=1e-4) == (tokens <= 120)
+    assert mirror.layer.fluxion is not None
+    assert mirror.layer.fluxion.anchor_tokens(request.slot) == 120
+    assert not mirror.excuses
+
+
 @pytest.mark.parametrize("retained", [RetainedSet(sink_tokens=0, window_tokens=16), RetainedSet(window_tokens=144)])
 def test_other_windows(retained: RetainedSet) -> None:
     mirror = MirroredFluxion(small(), some_predictor(small(), retained), retained)
@@ -247,6 +263,8 @@ def test_what_does_not_fit_is_refused() -> None:
         fluxion_layer(native, layer=0, tau=0.1, granularity=48)
     with pytest.raises(KernelError, match="layer=0, tau=0"):
         fluxion_layer(native, layer=0, tau=0.0)
+    with pytest.raises(KernelError, match="dense_tokens=-1: must be 0 or more"):
+        fluxion_layer(native, layer=0, tau=0.1, dense_tokens=-1)
     other = Predictor()
     other.outputs = torch.nn.Linear(64, 3)
     with pytest.raises(KernelError, match="predictor="):

@@ -83,7 +83,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "enable_prefix_caching": True,
     }
     tight = crowd | {"kv_cache_memory_bytes": kv_bytes + kv_bytes // 16}
-    fluxion = WINDOW | {"policy": "fluxion"}
+    fluxion = WINDOW | {"policy": "fluxion", "dense_tokens": 0}
     jobs = [
         {
             "name": name,
@@ -97,6 +97,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             ("everything", tight, fluxion | {"predictor": everything}),
             ("alone", alone, fluxion | {"predictor": little}),
             ("crowd", crowd, fluxion | {"predictor": little}),
+            ("short", alone, fluxion | {"predictor": little, "dense_tokens": 1536}),
             ("shipped", alone, {"policy": "fluxion"}),
             ("other-shape", alone, fluxion | {"predictor": other}),
             ("other-window", alone, {"policy": "fluxion", "predictor": little}),
@@ -126,6 +127,11 @@ def test_alone_or_in_a_crowd_in_chunks_and_from_the_prefix_cache(results: dict[s
 
 def test_it_is_not_dense_attention_by_another_name(results: dict[str, dict[str, Any]]) -> None:
     assert wrong_answers(results["dense"], results["alone"])
+
+
+def test_requests_up_to_dense_tokens_are_answered_as_by_dense_attention(results: dict[str, dict[str, Any]]) -> None:
+    wrong = wrong_answers(results["dense"], results["short"])
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,9 @@ class HostRuntime:
             return None
         assert self._predictor is not None
         native, tau = self._predictor
-        states = fluxion_layer(native, layer=layer, tau=tau, granularity=prediction.granularity)
+        states = fluxion_layer(
+            native, layer=layer, tau=tau, granularity=prediction.granularity, dense_tokens=prediction.dense_tokens
+        )
         self.requests.attach(states)
         return states
 

@@ -41,16 +41,21 @@ def native_predictor(predictor: Predictor) -> _native.HeadPredictor:
 
 
 def fluxion_layer(
-    predictor: _native.HeadPredictor, *, layer: int, tau: float, granularity: int = 0
+    predictor: _native.HeadPredictor, *, layer: int, tau: float, granularity: int = 0, dense_tokens: int = 0
 ) -> _native.FluxionLayer:
     """What Fluxion keeps of the requests of one layer; one for each layer. `reference.py` says what.
 
     layer         index in the model, from 0
     tau           error of the budgets among the anchor's features (eq. 2); the predictor's; > 0
     granularity   tokens of a logical block, one of 16, 32, 64, 128; 0: by eq. 3
+    dense_tokens  sequences of so many tokens or fewer attend to everything; >= 0
     """
     if granularity not in (0, *GRANULARITIES):
         raise KernelError(f"granularity={granularity}: must be 0 or one of {', '.join(map(str, GRANULARITIES))}")
     if layer < 0 or not tau > 0:
         raise KernelError(f"layer={layer}, tau={tau}: must be 0 or more, and above 0")
-    return _native.FluxionLayer(predictor=predictor, layer=layer, tau=tau, granularity=granularity)
+    if dense_tokens < 0:
+        raise KernelError(f"dense_tokens={dense_tokens}: must be 0 or more")
+    return _native.FluxionLayer(
+        predictor=predictor, layer=layer, tau=tau, granularity=granularity, dense_tokens=dense_tokens
+    )

@@ -57,6 +57,7 @@ class FluxionSequence:
     ranking: PageRanking
     granularities: Sequence[int] = GRANULARITIES
     attributed: float = 0.0  # share of the unread blocks' estimated weight that the candidates read stand for
+    dense_tokens: int = 0  # so many tokens or fewer are attended to as a whole
     anchor: Anchor | None = None
     anchor_tokens: int = 0  # of the sequence that ends with the anchor
     tokens: int = 0  # that were there after the last row
@@ -67,13 +68,13 @@ class FluxionSequence:
         self.last_query, self.tokens, self.anchor = query, tokens, None
 
     def decode(self, query: Tensor, keys: Tensor, values: Tensor) -> FluxionStep | None:
-        """Attend with the latest token; None where there is no candidate, and the row attends to everything.
+        """Attend with the latest token; None for a short sequence or one without candidates, which is read whole.
 
         query          [q_heads, head_dim]             bf16 | f16 | f32
         keys, values   [kv_heads, tokens, head_dim]    its own included
         """
         tokens = keys.shape[1]
-        if Segments.of(self.retained, tokens).host_tokens == 0:
+        if Segments.of(self.retained, tokens).host_tokens == 0 or tokens <= self.dense_tokens:
             self.append(query, tokens)
             return None
         follows = self.tokens == tokens - 1
