@@ -263,16 +263,15 @@ def _block_budgets(
         order = scores.argsort(dim=-1, descending=True, stable=True)
         weights_in_order = weight.gather(-1, order)
         deviations_in_order = deviation.gather(2, order[..., None].expand(*order.shape, deviation.shape[-1]))
-        meets = kept.meets(
-            torch.cat((kept.deviation[:, :, None], deviations_in_order), dim=2).cumsum(dim=2),
-            torch.cat((kept.weight[..., None], weights_in_order), dim=2).cumsum(dim=2),
-        )
-        if estimates is not None:
+        read_deviation, read_weight = deviations_in_order.cumsum(dim=2), weights_in_order.cumsum(dim=2)
+        if estimates is None:
+            read_meets = kept.meets(kept.deviation[:, :, None] + read_deviation, kept.weight[..., None] + read_weight)
+        else:
             in_order = estimates[index].gather(-1, order)
             unread = (in_order.sum(dim=-1, keepdim=True) - in_order.cumsum(dim=-1)).clamp(min=0)
-            read = deviations_in_order.cumsum(dim=2), weights_in_order.cumsum(dim=2)
-            meets[..., 1:] = kept.meets_with_unread(*read, unread, attributed)
-        meets[..., -1] = True  # everything: full attention itself, whatever the rounding
+            read_meets = kept.meets_with_unread(read_deviation, read_weight, unread, attributed)
+        read_meets[..., -1] = True  # everything: full attention itself, whatever the rounding
+        meets = torch.cat((kept.meets(kept.deviation, kept.weight)[..., None], read_meets), dim=-1)
         sizes = torch.full_like(order, pages)
         sizes[order == num_blocks - 1] = num_pages - (num_blocks - 1) * pages
         share = pad(sizes, (1, 0)).cumsum(dim=-1).to(weight.dtype) / num_pages
