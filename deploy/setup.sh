@@ -83,6 +83,8 @@ install_project() {
 main() {
   local device
   device=$(find_device)
+  exec 9<deploy/setup.sh # two targets may be made at once
+  flock 9
   if [[ ! -x $VENV/bin/python ]]; then
     local python
     python=$(find_python)
@@ -92,9 +94,10 @@ main() {
       fail "$python cannot make a virtual environment (Debian: apt install python3-venv)"
     }
   fi
+  # Broken off while it was made, an environment may have no pip yet.
+  [[ -f $STAMPS/vllm ]] || "${PIP[@]}" --version >/dev/null 2>&1 || "$VENV/bin/python" -m ensurepip >/dev/null ||
+    fail "$VENV has no pip and cannot get it: delete $VENV and try again"
   mkdir -p "$STAMPS"
-  exec 9>"$VENV/setup.lock" # two targets may be made at once
-  flock 9
   [[ ! -f $STAMPS/device || $(<"$STAMPS/device") == "$device" ]] ||
     fail "$VENV holds vLLM for $(<"$STAMPS/device"), and DEVICE is $device: delete $VENV and try again"
   printf '%s' "$device" >"$STAMPS/device"

@@ -106,6 +106,72 @@ def test_capacity_is_searched_and_every_try_reported(tmp_path: Path) -> None:
     assert found["capacity"]["strict"]["holds_per_s"] is None
 
 
+def test_a_search_ends_where_requests_are_refused_for_what_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(server: FakeServer, body: dict[str, Any]) -> Reply:
+        return Reply([b"too long"], status=400) if "overflow" in body["prompt"] else answer_in_full(server, body)
+
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": "a b", "max_tokens": 3}\n{"prompt": "overflow", "max_tokens": 3}\n')
+    options = ("--capacity", "psa", "--first-rate", "400", "--warm-up", "1", "--iteration-ms", "10")
+    with serving(answer) as server:
+        assert bench("--url", server.url, "--trace", str(trace), *options, "--out", str(tmp_path / "r")) == 0
+    (found,) = report(tmp_path / "r")["capacity"]["servers"]
+    assert [one["rate"] for one in found["tries"]] == [400.0]
+    assert found["ended"] == "1 of 2 requests are refused at any rate: HTTP 400: too long"
+    assert "the search ended: 1 of 2 requests are refused at any rate" in capsys.readouterr().out
+    assert "the search ended: 1 of 2" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_prose_beside_documents_is_salted_and_they_are_not(tmp_path: Path) -> None:
+    text = tmp_path / "one.txt"
+    text.write_text("tells of a river and a mill. " * 100)
+    with serving() as server:
+        options = ("--documents", str(text), "--prose", "40", "--requests", "6", "--questions-per-document", "3")
+        load = ("--clients", "1", "--rounds", "2", "--output-tokens", "4", "--warm-up", "1")
+        assert bench("--url", server.url, *options, *load, "--out", str(tmp_path / "r")) == 0
+        asked = [body["prompt"] for body in server.requests][-12:]  # two rounds of six
+    documents = [prompt for prompt in asked if "river" in prompt]
+    prose = [prompt for prompt in asked if "river" not in prompt]
+    assert 0 < report(tmp_path / "r")["trace"]["groups"]["one.txt"] == len(documents) / 2 < 6
+    assert not [prompt for prompt in documents if prompt.startswith("Run ")]
+    assert all(prompt.startswith("Run ") for prompt in prose)
+    assert len({prompt.partition("\n")[0] for prompt in prose}) == 2  # a line for each round
+
+
+def test_a_server_that_is_lost_between_runs_leaves_the_report_of_those_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(server: FakeServer, body: dict[str, Any]) -> Reply:
+        priming = body["max_tokens"] == 1 and len(server.requests) > 5
+        return Reply([b"gone"], status=500) if priming else answer_in_full(server, body)
+
+    text = tmp_path / "one.txt"
+    text.write_text("tells of a river and a mill. " * 100)
+    with serving(answer) as server:
+        options = ("--documents", str(text), "--questions-per-document", "3", "--salt", "each-run", "--rounds", "2")
+        load = ("--clients", "1", "--output-tokens", "4", "--warm-up", "1", "--out", str(tmp_path / "r"))
+        assert bench("--url", server.url, *options, *load) == 1
+    assert "bench: broken off: " in capsys.readouterr().err
+    content = report(tmp_path / "r")
+    assert content["interrupted"]
+    assert [run["name"] for run in content["servers"][0]["runs"]] == ["round 1"]
+
+
+def test_two_recordings_are_run_side_by_side_at_their_own_times(tmp_path: Path) -> None:
+    for name, times in (("a", (0.0, 0.02)), ("b", (0.01, 0.03))):
+        lines = [json.dumps({"prompt": f"{name} {at}", "max_tokens": 2, "arrival_s": at}) for at in times]
+        (tmp_path / name).write_text("\n".join(lines))
+    with serving() as server:
+        traces = ("--trace", str(tmp_path / "a"), "--trace", str(tmp_path / "b"), "--recorded-times")
+        assert bench("--url", server.url, *traces, "--warm-up", "1", "--out", str(tmp_path / "r")) == 0
+        sent = [body["prompt"].rpartition("\n")[2] for body in server.requests][-4:]
+    assert sent == ["a 0.0", "b 0.01", "a 0.02", "b 0.03"]
+    (run,) = report(tmp_path / "r")["servers"][0]["runs"]
+    assert [request["due_s"] for request in run["requests"]] == [0.0, 0.01, 0.02, 0.03]
+
+
 def test_failed_requests_make_the_status_one_and_stay_in_the_report(tmp_path: Path) -> None:
     def answer(server: FakeServer, body: dict[str, Any]) -> Reply:
         return Reply([b"no"], status=500) if "bad" in body["prompt"] else answer_in_full(server, body)

@@ -46,6 +46,17 @@ def test_what_the_build_reads_is_copied(dockerfile: Path) -> None:
 
 
 @BOTH
+def test_libraries_that_the_set_up_loads_are_installed_before_it_runs(dockerfile: Path) -> None:
+    run = [stage for stage in dockerfile.read_text().split("\nFROM ") if "RUN" in stage and "cpu_vllm.sh /" in stage]
+    assert len(run) == (dockerfile.suffix == ".cpu")
+    loaded = re.findall(r"lib(\w+)\.so\.(\d+)", (DEPLOY / "cpu_vllm.sh").read_text())
+    for stage in run:
+        installed = stage.partition("cpu_vllm.sh /")[0]
+        assert loaded
+        assert all(f"lib{name}{version}" in installed for name, version in loaded)
+
+
+@BOTH
 def test_it_ends_as_an_ordinary_user_with_a_health_check(dockerfile: Path) -> None:
     last_stage = dockerfile.read_text().rpartition("\nFROM ")[2]
     assert "USER 10001" in last_stage

@@ -68,12 +68,15 @@ def test_compiled_code_goes_where_the_user_says(monkeypatch: pytest.MonkeyPatch,
 
 def test_steps_count_as_work_after_which_the_heap_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = bare_worker()
-    worked = []
-    monkeypatch.setattr(worker._heap, "worked", lambda: worked.append("step"))
-    monkeypatch.setattr(HostStoreWorker, "execute_model", lambda _self, scheduled: scheduled)
+    within = []
+    monkeypatch.setattr(
+        HostStoreWorker, "execute_model", lambda self, scheduled: within.append(self._heap._working) or scheduled
+    )
 
     assert [worker.execute_model(number) for number in (1, 2)] == [1, 2]
-    assert worked == ["step", "step"]
+    assert within == [True, True]
+    assert not worker._heap._working
+    assert worker._heap._worked.is_set()
 
 
 def test_shutdown_ends_the_thread_that_trims(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadataBuilder
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.predictor.model import ModelShape
-from vllm_hybrid_sparse.runtime.host import HostRuntime
+from vllm_hybrid_sparse.runtime.host import HostRuntime, host_runtime
 
 
 def step(finished: set[str], preempted: set[str] | None = None) -> Any:
@@ -39,6 +39,17 @@ def test_finished_aborted_and_preempted_requests_lose_their_slots(worker: Hybrid
     worker.execute_model(step(set(), {"c"}))
     assert len(requests) == 1
     assert requests.of(["c", "b"]).tolist() == [0, 1]
+
+
+def test_an_engine_shares_nothing_with_the_one_before_it_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its layers would be counted with those, and its batches be taken for theirs."""
+    settings = HybridSparseConfig(num_threads=1)
+    loaded = list[HostRuntime]()
+    monkeypatch.setattr(CPUWorker, "load_model", lambda *_, **__: loaded.append(host_runtime(settings)))
+    for _ in range(2):
+        bare_worker().load_model()
+        assert host_runtime(settings) is loaded[-1]
+    assert loaded[0] is not loaded[1]
 
 
 def test_every_layer_of_fluxion_is_told_of_a_request_that_ends(worker: HybridSparseCPUWorker) -> None:

@@ -30,6 +30,29 @@ def test_cuda_is_refused_on_this_machine_s_platform() -> None:
         settings_of(config)
 
 
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ({"hybrid-sparse": {"policy": "dense"}}, r"additional_config\.hybrid-sparse=.*did you mean hybrid_sparse\?"),
+        ({"HybridSparse": {"policy": "dense"}}, r"additional_config\.HybridSparse=.*did you mean hybrid_sparse\?"),
+        ({"hybrid_spars": {}, "hybrid_sparse": {}}, r"additional_config\.hybrid_spars=.*did you mean hybrid_sparse\?"),
+        ({"policy": "dense"}, r"additional_config\.policy='dense': must be in the section hybrid_sparse"),
+    ],
+)
+def test_settings_beside_their_section_are_refused(given: dict[str, object], refusal: str) -> None:
+    with pytest.raises(ConfigError, match=refusal):
+        settings_of(SimpleNamespace(additional_config=given))
+
+
+def test_what_other_plugins_are_told_is_theirs() -> None:
+    others = {"other_plugin": {"policy": "x"}, "sparse": 1, "policy": "theirs"}
+    assert settings_of(SimpleNamespace(additional_config={"other_plugin": 1})).policy == "progressive"
+    assert (
+        settings_of(SimpleNamespace(additional_config=others | {"hybrid_sparse": {"policy": "dense"}})).policy
+        == "dense"
+    )
+
+
 @pytest.mark.parametrize("policy", ["hgca", "fluxion"])
 def test_policies_without_pages_are_refused_on_cuda(policy: str) -> None:
     with pytest.raises(ConfigError, match=f"attends to pages, and the policy is {policy}"):

@@ -198,6 +198,12 @@ def test_what_cannot_be_served_is_refused() -> None:
     with SparseSession(model, HybridSparseConfig(), max_tokens=512):
         with pytest.raises(ConfigError, match="batch of 2"):
             model(prompt().repeat(2, 1))
+        padded = torch.ones_like(prompt())
+        padded[0, :3] = 0
+        with pytest.raises(ConfigError, match="attention_mask: must be all ones"):
+            model(prompt(), attention_mask=padded)
+        with pytest.raises(ConfigError, match=r"attention_mask of shape \(1, 1, \d+, \d+\): must be none"):
+            model(prompt(), attention_mask=torch.zeros(1, 1, PROMPT_TOKENS, PROMPT_TOKENS))
         with pytest.raises(ConfigError, match=f"max_tokens=512: the sequence has {PROMPT_TOKENS}"):
             model(prompt())
         with (

@@ -16,7 +16,7 @@ from vllm_hybrid_sparse.load.exchange import Outcome
 from vllm_hybrid_sparse.load.figures import figures
 from vllm_hybrid_sparse.load.queueing import Unloaded
 from vllm_hybrid_sparse.load.runner import Run
-from vllm_hybrid_sparse.load.search import Capacity, search_in_turns
+from vllm_hybrid_sparse.load.search import Capacity, search_in_turns, whatever_the_rate
 from vllm_hybrid_sparse.load.turns import Load, Results
 
 
@@ -171,6 +171,35 @@ def test_a_server_that_refuses_holds_at_no_rate() -> None:
     assert len(one.tries) == 6
     for slo in SLOS:
         assert one.bracket(slo)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        (
+            [(Outcome.OK, ""), (Outcome.REFUSED, "HTTP 400: too long")],
+            "1 of 2 requests are refused at any rate: HTTP 400",
+        ),
+        ([(Outcome.FAILED, "no route"), (Outcome.REFUSED, "HTTP 503: away")], "the server answers nothing: HTTP 503"),
+        ([(Outcome.OK, ""), (Outcome.FAILED, "broke off")], None),
+        ([(Outcome.TIMEOUT, "not answered"), (Outcome.FAILED, "broke off")], None),
+        *([([(Outcome.OK, ""), (Outcome.REFUSED, f"HTTP {status}: later")], None) for status in (408, 425, 429, 500)]),
+        ([], None),
+    ],
+)
+def test_what_a_slower_rate_would_not_mend(outcomes: list[tuple[Outcome, str]], said: str | None) -> None:
+    records = [record_of([], outcome=outcome, reason=reason) for outcome, reason in outcomes]
+    found = whatever_the_rate(records)
+    assert (found is None) == (said is None)
+    assert said is None or str(found).startswith(said)
+
+
+def test_the_search_on_a_server_that_answers_nothing_ends_and_others_go_on() -> None:
+    gone, other = search_on(ModelSide("gone", refused_from=0), ModelSide("other", slots=2))
+    assert len(gone.tries) == 1
+    assert gone.ended == "the server answers nothing: HTTP 429: full"
+    assert other.ended is None
+    assert other.bracket(SLOS[0])[0] is not None
 
 
 def test_an_interrupted_search_keeps_its_tries_and_judges_no_cut_off_run() -> None:

@@ -67,6 +67,20 @@ def test_what_no_run_finds_cached_is_read_before_each(salt: str | None, primed: 
     assert side.primed == primed
 
 
+def test_what_is_to_be_found_cached_may_be_spared_the_salt() -> None:
+    side = ModelSide("side")
+    grouped, alone = Request(prompt="a text. why?", max_tokens=2, group="a"), Request(prompt="prompt", max_tokens=2)
+    ids = Request(prompt=(1, 2), max_tokens=2)
+    load = a_load(requests=(grouped, alone, ids), prime=True, spares_groups=True)
+    in_rounds(load, 2, side)
+    assert side.primed == []  # once before the first run is enough
+    prompts = [request.prompt for request in side.server.asked]
+    assert prompts[0] == prompts[3] == grouped.prompt
+    assert prompts[2] == prompts[5] == ids.prompt
+    assert len({prompts[1], prompts[4], alone.prompt}) == 3
+    assert [load.leaves(request) for request in load.requests] == [True, False, True]
+
+
 def test_nothing_runs_after_an_interruption() -> None:
     stop = asyncio.Event()
     stop.set()

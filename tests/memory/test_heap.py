@@ -41,7 +41,8 @@ def trimmer(trims: Trims) -> Iterator[IdleTrimmer]:
 
 def test_there_is_one_trim_after_each_time_of_work(trims: Trims, trimmer: IdleTrimmer) -> None:
     for times in (1, 2, 3):
-        trimmer.worked()
+        with trimmer.work():
+            pass
         assert trims.wait()
         assert trims.number == times
 
@@ -55,16 +56,30 @@ def test_work_that_goes_on_is_not_disturbed(trims: Trims) -> None:
     """As long as it would have to rest, it never does."""
     trimmer = IdleTrimmer(trims, idle_s=SOON_S)
     for _ in range(100):
-        trimmer.worked()
+        with trimmer.work():
+            pass
     trimmer.close()
     assert trims.number == 0
+
+
+def test_nothing_is_trimmed_within_work_that_takes_longer_than_the_rest(trims: Trims, trimmer: IdleTrimmer) -> None:
+    with trimmer.work():
+        pass
+    assert trims.wait()
+    with trimmer.work():
+        pass
+    with trimmer.work():  # begins before the rest is over
+        threading.Event().wait(0.2)
+        assert trims.number == 1
+    assert trims.wait()
 
 
 def test_the_thread_ends(trims: Trims) -> None:
     before = threading.active_count()
     trimmer = IdleTrimmer(trims, idle_s=SOON_S)
     assert threading.active_count() == before + 1
-    trimmer.worked()
+    with trimmer.work():
+        pass
     trimmer.close()
     assert threading.active_count() == before
 
@@ -72,7 +87,8 @@ def test_the_thread_ends(trims: Trims) -> None:
 def test_without_a_function_that_trims_there_is_no_thread() -> None:
     before = threading.active_count()
     trimmer = IdleTrimmer(None)
-    trimmer.worked()
+    with trimmer.work():
+        pass
     assert threading.active_count() == before
     trimmer.close()
 

@@ -14,7 +14,7 @@ import aiohttp
 from vllm_hybrid_sparse.cli.bench_options import BenchOptions
 from vllm_hybrid_sparse.cli.prose import prose
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.load.arrivals import ClosedLoop, Schedule, poisson, recorded
+from vllm_hybrid_sparse.load.arrivals import ClosedLoop, Schedule, by_arrival, poisson, recorded
 from vllm_hybrid_sparse.load.capacity import Slo, psa_slos
 from vllm_hybrid_sparse.load.client import new_session
 from vllm_hybrid_sparse.load.mixes import QUESTIONS, cut_to_words, document_mix, mixed, prose_mix
@@ -22,7 +22,7 @@ from vllm_hybrid_sparse.load.page import page
 from vllm_hybrid_sparse.load.report import document, write_json
 from vllm_hybrid_sparse.load.requests import Request
 from vllm_hybrid_sparse.load.search import Capacity, search_in_turns
-from vllm_hybrid_sparse.load.side import Side, served_model
+from vllm_hybrid_sparse.load.side import LoadError, Side, served_model
 from vllm_hybrid_sparse.load.summary import summary
 from vllm_hybrid_sparse.load.traces import read_text, read_trace, write_trace
 from vllm_hybrid_sparse.load.turns import Load, Results, prepare, rounds
@@ -71,10 +71,13 @@ class _Bench:
             load = await self._get_ready(session)
             for results in self._all_results:
                 await prepare(results.side, load, stop=self._stop, say=_say)
-            if self._options.capacity:
-                await self._search(load)
-            else:
-                await self._rounds(load)
+            try:
+                await (self._search(load) if self._options.capacity else self._rounds(load))
+            except LoadError as error:  # before a run: what was measured until then is kept
+                if not any(results.runs for results in self._all_results):
+                    raise
+                _say(f"bench: broken off: {error}")
+                return self._finish(load, broken_off=True)
         return self._finish(load)
 
     def _listen_to_signals(self) -> None:
@@ -102,7 +105,7 @@ class _Bench:
         sides = [await self._find_out(session, number) for number in range(len(options.targets))]
         self._all_results = [Results(side) for side in sides]
         requests = [*recordings, *await self._made_up(sides[0], texts, questions)]
-        trace = requests[0] if len(requests) == 1 else mixed(requests, options.seed)
+        trace = by_arrival(requests) if options.recorded_times else mixed(requests, options.seed)
         trace = self._as_many_as_asked(trace)
         for request in trace:
             for side in sides:
@@ -111,17 +114,21 @@ class _Bench:
             recorded(trace, options.speed)  # refused now rather than after the warm-up
         if options.save_trace is not None:
             write_trace(options.save_trace, trace)
-        grouped = any(request.group is not None for request in trace)
-        ids = any(request.kind == "tokens" for request in trace)
-        salt = options.salt == "each-run" or (options.salt == "auto" and not grouped and not ids)
-        if not (salt or grouped):
-            _say("bench: prompts go as they are: a server's prefix cache may hold them from the warm-up on")
-        return Load(
+        load = Load(
             requests=tuple(trace),
-            salt=secrets.token_hex(8) if salt else None,  # another one each time: servers outlive a measurement
-            prime=grouped,
+            # another one each time: servers outlive a measurement
+            salt=None if options.salt == "never" else secrets.token_hex(8),
+            spares_groups=options.salt == "auto",
+            prime=any(request.group is not None for request in trace),
             warm_up=options.warm_up,
         )
+        as_they_are = sum(load.leaves(request) and request.group is None for request in trace)
+        if as_they_are:
+            _say(
+                f"bench: {as_they_are} of {len(trace)} prompts go as they are: a server's prefix cache may hold them "
+                "from the warm-up on"
+            )
+        return replace(load, salt=None) if all(map(load.leaves, trace)) else load
 
     async def _find_out(self, session: aiohttp.ClientSession, number: int) -> Side:
         options, target = self._options, self._options.targets[number]
@@ -206,7 +213,7 @@ class _Bench:
             say=_say,
         )
 
-    def _finish(self, load: Load) -> int:
+    def _finish(self, load: Load, *, broken_off: bool = False) -> int:
         options, interrupted = self._options, self._stop.is_set()
         if not any(results.runs for results in self._all_results):
             _say("bench: interrupted before anything was measured")
@@ -219,7 +226,7 @@ class _Bench:
             searches=self._searches,
             settings=options.arguments,
             command=self._command,
-            interrupted=interrupted,
+            interrupted=interrupted or broken_off,
             keep_text=options.keep_text,
         )
         print(summary(content))
@@ -229,7 +236,7 @@ class _Bench:
         if interrupted:
             return _INTERRUPTED
         failed = any(not results.figures().all_answered for results in self._all_results)
-        return int(failed and not options.capacity)
+        return int(broken_off or (failed and not options.capacity))
 
 
 def _lines(text: str) -> list[str]:

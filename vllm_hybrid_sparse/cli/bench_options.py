@@ -217,7 +217,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=["auto", "each-run", "never"],
         default="auto",
         help="begin the prompts of each run with a line of its own, so that none finds another run's prefixes cached; "
-        "auto: unless the requests are in groups, which are read once and stay cached, or are token ids",
+        "auto: but for requests in groups, which are read once and stay cached, and token ids",
     )
 
     report = parser.add_argument_group("report")

@@ -65,8 +65,8 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """The forward pass of one step; when steps rest, what prompts left of the heap goes back to the system."""
-        self._heap.worked()
-        return super().execute_model(scheduler_output)
+        with self._heap.work():
+            return super().execute_model(scheduler_output)
 
     def shutdown(self) -> None:
         """End what the worker began."""

@@ -1,6 +1,8 @@
 """Our settings out of vLLM's `--additional-config`, with the device that the platform decides."""
 
+import difflib
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
@@ -17,6 +19,7 @@ def settings_of(vllm_config: Any) -> HybridSparseConfig:
     additional = vllm_config.additional_config or {}
     if not isinstance(additional, dict):
         raise ConfigError(f"additional_config={type(additional).__name__}: must be a mapping with the key {SECTION!r}")
+    _check_section(additional)
     given = additional.get(SECTION, {})
     from vllm.platforms import current_platform  # noqa: PLC0415  (resolves the platform: not before plugins load)
 
@@ -35,3 +38,17 @@ def settings_on(given: Any, *, on_cuda: bool) -> HybridSparseConfig:
     if not on_cuda and settings.device == "cuda":
         raise ConfigError(f"{SECTION}.device='cuda': needs vLLM's CUDA build and a GPU, and the platform is another")
     return settings
+
+
+def _check_section(additional: Mapping[str, Any]) -> None:
+    """Refuse what looks like our section and is not, since its settings would be without effect.
+
+    Other keys are other plugins'. Names of our settings are ours where there is no section that they could be beside.
+    """
+    for name, value in additional.items():
+        plain = str(name).replace("-", "_").replace(" ", "_").lower()
+        if name != SECTION and difflib.get_close_matches(plain, [SECTION], n=1, cutoff=0.85):
+            raise ConfigError(f"additional_config.{name}={value!r}: no such section; did you mean {SECTION}?")
+    names = [entry.name for entry in fields(HybridSparseConfig) if entry.name in additional]
+    if names and SECTION not in additional:
+        raise ConfigError(f"additional_config.{names[0]}={additional[names[0]]!r}: must be in the section {SECTION}")

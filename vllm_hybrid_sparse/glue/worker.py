@@ -16,7 +16,7 @@ from vllm_hybrid_sparse.glue.worker_report import WorkerReport
 from vllm_hybrid_sparse.memory.frames import with_frame_room
 from vllm_hybrid_sparse.memory.prefault import prefault
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
-from vllm_hybrid_sparse.runtime.host import host_runtime
+from vllm_hybrid_sparse.runtime.host import begin_engine, host_runtime
 
 logger = init_logger("vllm.hybrid_sparse")
 
@@ -26,6 +26,11 @@ class HostStoreWorker(WorkerBase):
 
     _connected = False  # whether a KV connector is configured
     _ready = False  # whether there is a KV cache, and so something to report
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model; its layers share nothing with those of an engine that this process had before."""
+        begin_engine()
+        super().load_model(load_dummy_weights=load_dummy_weights)
 
     def get_kv_cache_spec(self) -> Any:
         """The layers' specs; the backend reads our settings from the current configuration to size a block."""

@@ -18,8 +18,8 @@ Attend = Callable[..., tuple[Tensor, None]]
 def attention_implementation(model: PreTrainedModel, name: str, attend: Attend) -> Iterator[None]:
     """Have the model attend by `attend`, registered under `name`; its implementation before comes back at the end.
 
-    No mask is built: one unpadded sequence is causal. The name stays registered, so `attend` must refuse calls that
-    come outside of the context.
+    No mask is built: one unpadded sequence is causal, and padding raises ConfigError. The name stays registered, so
+    `attend` must refuse calls that come outside of the context.
     """
     before = model.config._attn_implementation
     AttentionInterface.register(name, attend)
@@ -77,5 +77,7 @@ class AttentionSession:
             self._row_by_row = False
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """What stands in for a mask."""
+def _no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
+    """What stands in for a mask; attention_mask [1, tokens], 0 where a token is padding."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ConfigError("attention_mask: must be all ones, since padding is not supported; leave it out")

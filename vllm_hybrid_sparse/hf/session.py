@@ -65,8 +65,9 @@ class SparseSession(AttentionSession):
     max_tokens   the longest sequence; its memory is taken layer by layer at the first call
     watch        called after every decode row of every layer
 
-    Raises ConfigError for what the kernels cannot serve: batches of more than one sequence, another device than the
-    CPU, sliding-window layers, a sequence beyond max_tokens, with policy fluxion a model without a predictor.
+    Raises ConfigError for what the kernels cannot serve: batches of more than one sequence, padding and masks, another
+    device than the CPU, sliding-window layers, a sequence beyond max_tokens, with policy fluxion a model without a
+    predictor.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
@@ -259,6 +260,8 @@ def _attend(
         raise ConfigError(f"attn_implementation={IMPLEMENTATION}: enter a SparseSession first")
     if query.shape[0] != 1:
         raise ConfigError(f"batch of {query.shape[0]}: one sequence at a time")
+    if attention_mask is not None:
+        raise ConfigError(f"attention_mask of shape {tuple(attention_mask.shape)}: must be none; a sequence is causal")
     if extra.get("sliding_window"):
         raise ConfigError(f"sliding_window={extra['sliding_window']}: must be none")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -64,3 +64,13 @@ def recorded(requests: Sequence[Request], speed: float = 1.0) -> OpenLoop:
             raise ConfigError(f"recorded-times: request {index} of the trace arrives before the one in front of it")
         due_s.append(request.arrival_s / speed)
     return OpenLoop(tuple(due_s))
+
+
+def by_arrival(traces: Sequence[Sequence[Request]]) -> list[Request]:
+    """Return the requests of recorded traces, which all begin at 0 s, in the order in which they arrived.
+
+    Raises ConfigError as `recorded` does, for each trace by itself.
+    """
+    for trace in traces:
+        recorded(trace)
+    return sorted(itertools.chain(*traces), key=lambda request: request.arrival_s or 0.0)

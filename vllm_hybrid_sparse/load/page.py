@@ -148,6 +148,8 @@ def _capacity(report: Json) -> Iterator[str]:
         for name, seen in server["capacity"].items():
             if seen["too_short"]:
                 yield f'<p class="warn">{escape(server["name"])}, {escape(name)}: {TOO_SHORT}.</p>'
+        if server["ended"]:
+            yield f'<p class="warn">{escape(server["name"])}: the search ended: {escape(server["ended"])}.</p>'
     series, levels = [], [(f"{limit['name']} limit", limit["p99_tbt_s"] * 1e3) for limit in found["limits"]]
     rows = []
     for server, measured in zip(found["servers"], report["servers"], strict=True):

@@ -188,6 +188,7 @@ def _capacity(searches: Sequence[Capacity], slos: Sequence[Slo]) -> dict[str, An
                     for a_try in one.tries
                 ],
                 "capacity": {slo.name: _found(one, slo, reference) for slo in slos},
+                "ended": one.ended,
             }
             for one in searches
         ],

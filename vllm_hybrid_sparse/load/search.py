@@ -1,16 +1,19 @@
 """The search for each server's capacity, one run a server and turn."""
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_hybrid_sparse.load.arrivals import Schedule
 from vllm_hybrid_sparse.load.capacity import Search, Slo, bracket
+from vllm_hybrid_sparse.load.exchange import Outcome, Record
 from vllm_hybrid_sparse.load.figures import Figures
 from vllm_hybrid_sparse.load.side import Say
 from vllm_hybrid_sparse.load.turns import Load, Results, in_turn, run_once
 
 _LEAST_SPAN = 5.0  # times the median end-to-end latency, for which requests should keep coming
+_REFUSED_AS_SUCH = re.compile(r"HTTP 4(?!08|25|29)\d\d")  # but for those that ask to come again
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Capacity:
     results: Results
     tries: list[Try] = field(default_factory=list)
     spent: dict[str, int] = field(default_factory=dict)  # runs by the limit that they were done for
+    ended: str | None = None  # why no slower rate would do better, where one was found that says so
 
     def verdicts(self, slo: Slo) -> list[tuple[float, bool]]:
         """Return what was tried, judged by `slo`."""
@@ -54,11 +58,24 @@ class Capacity:
 
     def next_rate(self, slos: Sequence[Slo], search: Search) -> tuple[Slo, float] | None:
         """Return the next rate to try and for which limit; None where nothing is left to find out."""
-        for slo in slos:
+        for slo in slos if self.ended is None else ():
             rate = search.next_rate(self.verdicts(slo))
             if rate is not None and self.spent.get(slo.name, 0) < search.tries:
                 return slo, rate
         return None
+
+
+def whatever_the_rate(records: Sequence[Record]) -> str | None:
+    """Return what of a try has nothing to do with its rate, in words; None where a slower one may do better.
+
+    That is a request which the server refuses for what it is, and a server that no longer answers any.
+    """
+    refused = [one for one in records if one.outcome is Outcome.REFUSED and _REFUSED_AS_SUCH.match(one.reason)]
+    if refused:
+        return f"{len(refused)} of {len(records)} requests are refused at any rate: {refused[0].reason}"
+    if records and not any(one.outcome in (Outcome.OK, Outcome.TIMEOUT) for one in records):
+        return f"the server answers nothing: {records[-1].reason}"
+    return None
 
 
 async def search_in_turns(
@@ -72,6 +89,8 @@ async def search_in_turns(
     say: Say,
 ) -> list[Capacity]:
     """Search each server's capacity, one run a server and turn; what was tried is kept where `stop` ends it.
+
+    The search on a server also ends where a slower rate could not do better (`whatever_the_rate`).
 
     schedule_at   (requests a second, how many) → when they are sent; the requests are the first of the trace
     """
@@ -98,5 +117,8 @@ async def search_in_turns(
             for each in slos:
                 broken = each.broken(one.tries[-1].seen)
                 say(f"{results.side.name}: {rate:.3g} requests/s {each.name}: {'; '.join(broken) or 'holds'}")
+            one.ended = whatever_the_rate(measured.run.records)
+            if one.ended is not None:
+                say(f"{results.side.name}: the search ends: {one.ended}")
         turn += 1
     return searches

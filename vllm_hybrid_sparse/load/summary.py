@@ -63,6 +63,8 @@ def _capacity(found: Json) -> Iterator[str]:
             )
             if seen["too_short"]:
                 yield f"  {TOO_SHORT}"
+        if server["ended"]:
+            yield f"{server['name']}: the search ended: {server['ended']}"
 
 
 def _row(label: str, cells: Sequence[str]) -> str:

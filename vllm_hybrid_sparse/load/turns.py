@@ -20,6 +20,7 @@ class Load:
     requests: tuple[Request, ...]  # not empty
     salt: str | None  # begin every prompt of a run with a line made of this and the run, so that no run finds prefixes
     # cached by another one, or by an earlier measurement with another salt; None: as they are
+    spares_groups: bool = False  # leave requests of a group, which are to find their prefix, and token ids without salt
     prime: bool  # before a run, have the first request of each group read
     warm_up: int = 4  # requests sent alone before the first run, of lengths spread over the trace's, >= 1
     warm_up_tokens: int = 64  # most output tokens of each, >= 2
@@ -37,7 +38,17 @@ class Load:
         if self.salt is None:
             return list(self.requests)
         salt = salt_for(self.salt, name)
-        return [request.salted(salt) for request in self.requests]
+        return [request if self.leaves(request) else request.salted(salt) for request in self.requests]
+
+    def leaves(self, request: Request) -> bool:
+        """Return whether the request is the same in every run."""
+        spared = self.spares_groups and (request.group is not None or request.kind == "tokens")
+        return self.salt is None or spared
+
+    @property
+    def primes_each_run(self) -> bool:
+        """Whether groups begin differently in each run, so that they must be read before each."""
+        return self.prime and self.salt is not None and not self.spares_groups
 
     def first(self, count: int) -> "Load":
         """Return the same with its first `count` requests."""
@@ -74,7 +85,7 @@ async def prepare(side: Side, load: Load, *, stop: asyncio.Event, say: Say) -> N
     """Have prefixes read and measure what requests take that a server serves alone; ends early once `stop` is set."""
     alone = load.alone()
     if load.prime:
-        await side.prime(load.requests if load.salt is None else alone, stop=stop, say=say)
+        await side.prime(alone if load.primes_each_run else load.requests, stop=stop, say=say)
     await side.warm_up(alone, stop=stop, say=say)
     gap_s = side.unloaded.gap_s
     say(f"{side.name}: a decode iteration takes {'?' if gap_s is None else f'{gap_s * 1e3:.1f}'} ms unloaded")
@@ -85,7 +96,7 @@ async def run_once(
 ) -> Measured:
     """Do one run on one server and add it to its results."""
     side, requests = results.side, load.of_run(name)
-    if load.prime and load.salt is not None:
+    if load.primes_each_run:
         await side.prime(requests, stop=stop, say=say)
 
     def report(standing: Standing) -> None:

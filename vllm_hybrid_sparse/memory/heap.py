@@ -6,7 +6,8 @@ ever new lengths glibc's heap has ever more free memory, too scattered for the n
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 IDLE_S = 10.0  # the next prompt after a trim meets page faults for what it uses anew, some 30 ms
 
@@ -26,6 +27,7 @@ class IdleTrimmer:
     def __init__(self, trim: Callable[[], object] | None, idle_s: float = IDLE_S) -> None:
         self._trim = trim
         self._idle_s = idle_s
+        self._working = False
         self._worked = threading.Event()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -33,9 +35,15 @@ class IdleTrimmer:
             self._thread = threading.Thread(target=self._watch, name="heap-trimmer", daemon=True)
             self._thread.start()
 
-    def worked(self) -> None:
-        """Say that there was work just now."""
-        self._worked.set()
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Nothing is trimmed within it, however long it takes; the rest begins at its end."""
+        self._working = True
+        try:
+            yield
+        finally:
+            self._working = False
+            self._worked.set()
 
     def close(self) -> None:
         """End the thread."""
@@ -51,4 +59,5 @@ class IdleTrimmer:
                 if self._ended.wait(self._idle_s):
                     return
             assert self._trim is not None
-            self._trim()
+            if not self._working:
+                self._trim()
