@@ -140,8 +140,15 @@ def test_prose_beside_documents_is_salted_and_they_are_not(tmp_path: Path) -> No
     assert len({prompt.partition("\n")[0] for prompt in prose}) == 2  # a line for each round
 
 
+@pytest.mark.parametrize(
+    ("load", "status", "run"),
+    [
+        (("--clients", "1", "--rounds", "2"), 1, "round 1"),
+        (("--capacity", "psa", "--first-rate", "400", "--iteration-ms", "10"), 0, "try 1"),
+    ],
+)
 def test_a_server_that_is_lost_between_runs_leaves_the_report_of_those_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], load: tuple[str, ...], status: int, run: str
 ) -> None:
     def answer(server: FakeServer, body: dict[str, Any]) -> Reply:
         priming = body["max_tokens"] == 1 and len(server.requests) > 5
@@ -150,13 +157,16 @@ def test_a_server_that_is_lost_between_runs_leaves_the_report_of_those_before(
     text = tmp_path / "one.txt"
     text.write_text("tells of a river and a mill. " * 100)
     with serving(answer) as server:
-        options = ("--documents", str(text), "--questions-per-document", "3", "--salt", "each-run", "--rounds", "2")
-        load = ("--clients", "1", "--output-tokens", "4", "--warm-up", "1", "--out", str(tmp_path / "r"))
-        assert bench("--url", server.url, *options, *load) == 1
-    assert "bench: broken off: " in capsys.readouterr().err
+        options = ("--documents", str(text), "--questions-per-document", "3", "--salt", "each-run")
+        sizes = ("--output-tokens", "4", "--warm-up", "1", "--out", str(tmp_path / "r"))
+        assert bench("--url", server.url, *options, *sizes, *load) == status
+    assert "refused before the run (HTTP 500: gone)" in capsys.readouterr().err
     content = report(tmp_path / "r")
-    assert content["interrupted"]
-    assert [run["name"] for run in content["servers"][0]["runs"]] == ["round 1"]
+    assert [one["name"] for one in content["servers"][0]["runs"]] == [run]
+    if content["capacity"] is None:
+        assert content["interrupted"]
+    else:
+        assert "refused before the run" in content["capacity"]["servers"][0]["ended"]
 
 
 def test_two_recordings_are_run_side_by_side_at_their_own_times(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from vllm_hybrid_sparse.load.arrivals import Schedule
 from vllm_hybrid_sparse.load.capacity import Search, Slo, bracket
 from vllm_hybrid_sparse.load.exchange import Outcome, Record
 from vllm_hybrid_sparse.load.figures import Figures
-from vllm_hybrid_sparse.load.side import Say
+from vllm_hybrid_sparse.load.side import LoadError, Say
 from vllm_hybrid_sparse.load.turns import Load, Results, in_turn, run_once
 
 _LEAST_SPAN = 5.0  # times the median end-to-end latency, for which requests should keep coming
@@ -90,9 +90,11 @@ async def search_in_turns(
 ) -> list[Capacity]:
     """Search each server's capacity, one run a server and turn; what was tried is kept where `stop` ends it.
 
-    The search on a server also ends where a slower rate could not do better (`whatever_the_rate`).
+    The search on a server also ends where a slower rate could not do better (`whatever_the_rate`), and where what comes
+    before a run fails.
 
     schedule_at   (requests a second, how many) → when they are sent; the requests are the first of the trace
+    raises        LoadError where that was before any run on any server
     """
     searches = [Capacity(results) for results in all_results]
     by_results = {id(one.results): one for one in searches}
@@ -109,7 +111,14 @@ async def search_in_turns(
             name = f"try {len(one.tries) + 1}"
             part = load.first(search.requests_at(rate, len(load.requests)))
             schedule = schedule_at(rate, len(part.requests))
-            measured = await run_once(results, part, schedule, name, stop=stop, say=say)
+            try:
+                measured = await run_once(results, part, schedule, name, stop=stop, say=say)
+            except LoadError as error:  # before the run
+                if not any(each.runs for each in all_results):
+                    raise
+                one.ended = str(error)
+                say(f"{results.side.name}: the search ends: {one.ended}")
+                continue
             if measured.run.interrupted and stop.is_set():
                 break  # not the server's doing: the run is kept, but judges nothing
             one.spent[slo.name] = one.spent.get(slo.name, 0) + 1
