@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -38,8 +39,9 @@ def without_places(argument: str) -> str:
     return re.sub(r"(^|(?<=[=,]))/[^,]*/(?=[^/,]+)", "", argument)
 
 
+@cache
 def provenance() -> dict[str, object]:
-    """Return commit, machine, command and time, ready for JSON."""
+    """Return commit, machine, command, time and load at the first call, ready for JSON; not to be changed."""
     return {
         "commit": commit(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -10,6 +10,8 @@ from benchmarks.machine import provenance
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
+provenance()  # as it is when the program begins, before it loads the machine itself
+
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return the 20th, 50th and 80th percentile and the number of values; NaN where there is none."""

@@ -30,12 +30,20 @@ Curve = list[tuple[str, float, float, str]]
 
 
 def load(paths: Sequence[Path]) -> list[Summary]:
-    """Summaries of all files; rows of single prompts or windows (`.jsonl`) are summed up, all files' together."""
+    """Summaries of all files; rows of single prompts or windows (`.jsonl`) are summed up, all files' together.
+
+    raises   ValueError where two files have a row of the same prompt and selection: it would count twice
+    """
     summaries: list[Summary] = []
     singles: list[Any] = []
+    held: dict[str, str] = {}  # by identity, the file
     for path in paths:
         if path.suffix == ".jsonl":
-            singles += read_rows(path)
+            rows = {json.dumps(row["identity"], sort_keys=True): row for row in read_rows(path)}
+            if twice := [held[identity] for identity in rows if identity in held]:
+                raise ValueError(f"{path.name}: has {len(twice)} rows that {twice[0]} has, too; give one of them")
+            held |= dict.fromkeys(rows, path.name)
+            singles += rows.values()
             continue
         content = json.loads(path.read_text(encoding="utf-8"))
         rows = content["rows"]

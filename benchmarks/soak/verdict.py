@@ -36,8 +36,9 @@ def rules(
     lasted_s = readings[-1].awake_s
     yield Rule("minutes of load", f"{lasted_s / 60:.1f} of {asked_s / 60:g}", lasted_s >= asked_s)
     yield Rule("answers checked", str(tally.get("right", 0)), tally.get("right", 0) > 0)
-    for bad in ("wrong", "lost", "unexpected"):
-        yield Rule(f"{bad} answers", str(tally.get(bad, 0)), not tally.get(bad, 0))
+    bad = {kind: f"{kind} answers" for kind in ("wrong", "lost", "unexpected")} | {"server errors": "server errors"}
+    for kind, name in bad.items():
+        yield Rule(name, str(tally.get(kind, 0)), not tally.get(kind, 0))
     last = readings[-1]
     for name in IDLE:
         left = [reading.counters.get(name) for reading in readings]

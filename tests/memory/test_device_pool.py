@@ -53,6 +53,26 @@ def test_a_layer_may_use_the_slots_that_another_does_not() -> None:
         made.check_integrity()
 
 
+def test_the_layers_of_a_split_pool_take_turns_under_cyclic() -> None:
+    """Or pages that nobody uses any more, as those of a request that has ended, would never make room."""
+    made = pool(8, unified=False, eviction="cyclic")
+    steps = [(0, 1, 2, 3), *[(10, 11, 12)] * 3]
+    missing = []
+    for pages in steps:
+        for layer in (0, 1):
+            taken = made.take(keys(*pages, layer=layer))
+            made.release(keys(*pages, layer=layer))
+        missing.append(len(taken.missing))
+    assert missing == [4, 3, 0, 0]
+    for step in range(3):  # two at a time, as microbatches are
+        for layer in (0, 1):
+            for pages in ((20, 21), (22, 23)):
+                taken = made.take(keys(*pages, layer=layer))
+                made.release(keys(*pages, layer=layer))
+                assert step < 2 or not taken.missing, (step, layer, pages)
+    made.check_integrity()
+
+
 def test_a_full_layer_of_a_split_pool_does_not_push_another_out() -> None:
     made = pool(4, unified=False)
     made.take(keys(0, 1))

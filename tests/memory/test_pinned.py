@@ -50,6 +50,15 @@ def test_what_is_available_is_the_machine_s_or_the_control_group_s(
     assert available_bytes(machine(tmp_path, 8 * GIB // 1024, limit, used)) == expected
 
 
+def test_files_that_a_control_group_holds_in_memory_give_way(tmp_path: Path) -> None:
+    root = machine(tmp_path, 8 * GIB // 1024, str(6 * GIB), 5 * GIB)
+    stat = root / "sys/fs/cgroup/memory.stat"
+    stat.write_text(f"anon {GIB}\nfile {4 * GIB}\nshmem {GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}\n")
+    assert available_bytes(root) == 4 * GIB
+    stat.write_text("anon 1\n")
+    assert available_bytes(root) == GIB
+
+
 def test_this_machine_has_memory() -> None:
     assert 0 < available_bytes() < 2**60
 

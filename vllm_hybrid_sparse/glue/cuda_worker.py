@@ -41,7 +41,8 @@ class HybridSparseCUDAWorker(HostStoreWorker, PlainOutputWorker):
         """Bytes of the host store, by which vLLM counts its blocks; what profiling leaves of the GPU is the pool's."""
         asked = self.cache_config.kv_cache_memory_bytes
         available = available_bytes()
-        store = host_store_bytes(asked, available, self.parallel_config.local_world_size)
+        workers = self.parallel_config.local_world_size * max(1, self.parallel_config.data_parallel_size_local)
+        store = host_store_bytes(asked, available, workers)
         self.cache_config.kv_cache_memory_bytes = None  # with it vLLM would not profile
         try:
             left = super().determine_available_memory()

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.queues import Mark
-from vllm_hybrid_sparse.policy.eviction import EVICTIONS
+from vllm_hybrid_sparse.policy.eviction import EVICTIONS, Turns
 from vllm_hybrid_sparse.policy.slot_table import SlotTable, Taken
 from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
 
@@ -55,9 +55,9 @@ class DevicePool:
         self.shape = shape
         self.key = torch.empty(size, dtype=shape.dtype, device=device)  # [slots, 16, head_dim], rows of tokens
         self.value = torch.empty(size, dtype=shape.dtype, device=device)
-        every = shape.layer_capacity_pages
+        every, turns = shape.layer_capacity_pages, Turns()
         self._tables = [
-            SlotTable(range(first, first + every), EVICTIONS[shape.eviction]()) for first in range(0, slots, every)
+            SlotTable(range(first, first + every), EVICTIONS[shape.eviction](turns)) for first in range(0, slots, every)
         ]
 
     def _table(self, layer: int) -> SlotTable:

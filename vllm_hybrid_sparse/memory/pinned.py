@@ -24,6 +24,8 @@ _GIB = 2.0**30
 def available_bytes(root: Path = Path("/")) -> int:
     """Memory that may still be taken: what the machine has, or what the process's control group leaves of its limit.
 
+    Files that the system holds in memory, as those of weights just read, do not count as taken: they give way.
+
     root   of the file system in which /proc and /sys are looked for
     """
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
@@ -34,7 +36,16 @@ def available_bytes(root: Path = Path("/")) -> int:
         used = int((group / "memory.current").read_text(encoding="ascii"))
     except (OSError, ValueError):  # no such control group, or no limit: "max"
         return available
-    return min(available, max(0, limit - used))
+    return min(available, max(0, limit - used + _cached_bytes(group / "memory.stat")))
+
+
+def _cached_bytes(path: Path) -> int:
+    """What a control group's memory has of files; 0 where it does not say."""
+    try:
+        fields = dict(line.split() for line in path.read_text(encoding="ascii").splitlines())
+        return int(fields["active_file"]) + int(fields["inactive_file"])  # `file` would have shared memory in it
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def host_store_bytes(asked: int | None, available: int, ranks: int) -> int:

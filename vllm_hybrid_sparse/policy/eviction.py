@@ -59,32 +59,46 @@ class LRU(FIFO):
         self._order.move_to_end(key)
 
 
+class Turns:
+    """How many turns each layer has had, the one under way included; of all orders of a pool together."""
+
+    def __init__(self) -> None:
+        self.layer = -1  # whose turn it is
+        self._of: dict[int, int] = {}
+
+    def take(self, layer: int) -> int:
+        """Return the number of the turn that a use by this layer is in."""
+        if layer != self.layer:
+            self.layer = layer
+            self._of[layer] = self._of.get(layer, 0) + 1
+        return self._of[layer]
+
+    def of(self, layer: int) -> int:
+        """Return the number of the layer's latest turn."""
+        return self._of[layer]
+
+
 class Cyclic:
     """Pages that their layer had no use for in its last turn go first, then the page that was used last.
 
     Layers take turns, and each wants much the same pages in every step. Where the pages of one step do not fit, LRU
     evicts those of the layer whose turn comes next, and nothing is ever found. The page whose next use is furthest away
     is one that the layer under way has just used; so of a step's pages as many stay as there are slots.
+
+    turns   the same for all orders of a pool whose layers have an order each; None: this one is alone
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns | None = None) -> None:
         self._turn_of: OrderedDict[PageKey, int] = OrderedDict()  # its layer's turn at its last use, oldest use first
-        self._turns: dict[int, int] = {}  # that each layer has had, the one under way included
-        self._layer = -1  # whose turn it is
-
-    def _turn(self, layer: int) -> int:
-        if layer != self._layer:
-            self._layer = layer
-            self._turns[layer] = self._turns.get(layer, 0) + 1
-        return self._turns[layer]
+        self._turns = turns or Turns()
 
     def add(self, key: PageKey) -> None:
         """Used in the turn under way."""
-        self._turn_of[key] = self._turn(key.layer)
+        self._turn_of[key] = self._turns.take(key.layer)
 
     def touch(self, key: PageKey) -> None:
         """Used in the turn under way."""
-        self._turn_of[key] = self._turn(key.layer)
+        self._turn_of[key] = self._turns.take(key.layer)
         self._turn_of.move_to_end(key)
 
     def remove(self, key: PageKey) -> None:
@@ -93,7 +107,7 @@ class Cyclic:
 
     def _had_no_use(self, key: PageKey, turn: int) -> bool:
         """Whether the page was left out in its layer's last turn, of which one that is under way does not count."""
-        return self._turns[key.layer] - turn > (key.layer == self._layer)
+        return self._turns.of(key.layer) - turn > (key.layer == self._turns.layer)
 
     def __iter__(self) -> Iterator[PageKey]:
         unused = 0
@@ -108,4 +122,9 @@ class Cyclic:
         return len(self._turn_of)
 
 
-EVICTIONS: dict[str, Callable[[], Eviction]] = {"cyclic": Cyclic, "lru": LRU, "fifo": FIFO}
+EVICTIONS: dict[str, Callable[..., Eviction]] = {
+    "cyclic": Cyclic,
+    "lru": lambda _turns=None: LRU(),
+    "fifo": lambda _turns=None: FIFO(),
+}
+"""Orders by name; each may be given the turns of its pool."""

@@ -65,6 +65,14 @@ def validate(predictor: Predictor, prompts: Sequence[Samples], kv_heads: int) ->
     chosen = _selections(base, slope, streams, samples.host_tokens, kv_heads)
     ideal = _selections(needed[..., 0], growth, streaming, samples.host_tokens, kv_heads)
     reached = _reaches(chosen, needed[..., 1:], samples.host_tokens)
+    fixed = _selections(
+        np.full_like(base, _FIXED_BUDGET),
+        np.zeros_like(base),
+        np.zeros_like(streaming),
+        samples.host_tokens,
+        kv_heads,
+        GRANULARITIES[:1],
+    )
     return figures | {
         "streaming_share": _mean(streaming),
         "streaming_precision": _mean(streaming[streams]),
@@ -76,8 +84,8 @@ def validate(predictor: Predictor, prompts: Sequence[Samples], kv_heads: int) ->
         "read_labels": _share_read(ideal, samples.host_tokens),
         "volume": _share_moved(chosen, samples.host_tokens),
         "volume_labels": _share_moved(ideal, samples.host_tokens),
-        "reached_fixed": _mean(needed[..., 1] <= _FIXED_BUDGET),
-        "volume_fixed": 1 / GRANULARITIES[0] + shape[-1] / kv_heads * _FIXED_BUDGET,
+        "reached_fixed": _mean(_reaches(fixed, needed[..., 1:], samples.host_tokens)),
+        "volume_fixed": _share_moved(fixed, samples.host_tokens),
     }
 
 
@@ -91,11 +99,15 @@ def _selections(
     streaming: NDArray[np.bool_],
     host_tokens: NDArray[np.int64],
     kv_heads: int,
+    granularities: Sequence[int] = GRANULARITIES,
 ) -> list[GroupBudgets]:
     """The selector's answer for each step, over the groups of all its layers."""
     shape = (len(host_tokens), base.shape[1] * kv_heads, -1)
     base, growth, streaming = base.reshape(shape), growth.reshape(shape), streaming.reshape(shape)
-    return [select_budgets(*step[:3], int(step[3])) for step in zip(base, growth, streaming, host_tokens, strict=True)]
+    return [
+        select_budgets(*step[:3], int(step[3]), granularities)
+        for step in zip(base, growth, streaming, host_tokens, strict=True)
+    ]
 
 
 def _reaches(

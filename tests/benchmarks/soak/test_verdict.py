@@ -44,6 +44,10 @@ def test_one_bad_answer_is_too_many(kind: str) -> None:
     assert broken(READINGS, {**TALLY, kind: 1}) == {f"{kind} answers"}
 
 
+def test_one_error_of_the_server_is_too_many() -> None:
+    assert broken(READINGS, {**TALLY, "server errors": 1}) == {"server errors"}
+
+
 def test_a_soak_that_ended_early_shows_less_than_asked() -> None:
     assert broken(READINGS[:-1]) == {"minutes of load"}
 
