@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.accuracy.rows import read_rows
+from benchmarks.accuracy.rows import read_rows, row_key
 from benchmarks.accuracy.selections import FULL
 from benchmarks.accuracy.summaries import PERPLEXITY, summarise
 
@@ -39,11 +39,11 @@ def load(paths: Sequence[Path]) -> list[Summary]:
     held: dict[str, str] = {}  # by identity, the file
     for path in paths:
         if path.suffix == ".jsonl":
-            rows = {json.dumps(row["identity"], sort_keys=True): row for row in read_rows(path)}
-            if twice := [held[identity] for identity in rows if identity in held]:
+            of_file = {row_key(row["identity"]): row for row in read_rows(path)}
+            if twice := [held[key] for key in of_file if key in held]:
                 raise ValueError(f"{path.name}: has {len(twice)} rows that {twice[0]} has, too; give one of them")
-            held |= dict.fromkeys(rows, path.name)
-            singles += rows.values()
+            held |= dict.fromkeys(of_file, path.name)
+            singles += of_file.values()
             continue
         content = json.loads(path.read_text(encoding="utf-8"))
         rows = content["rows"]

@@ -34,17 +34,17 @@ class RowFile:
             )
         for row in found:
             if row.get("commit") == commit:
-                self._rows[_key(row["identity"])] = row
+                self._rows[row_key(row["identity"])] = row
         path.write_text("".join(json.dumps(row) + "\n" for row in self._rows.values()), encoding="utf-8")
 
     def get(self, identity: Mapping[str, object]) -> Row | None:
         """The row measured for `identity`, if there is one."""
-        return self._rows.get(_key(identity))
+        return self._rows.get(row_key(identity))
 
     def add(self, identity: Mapping[str, object], measured: Mapping[str, object]) -> Row:
         """Keep what was measured, and return the whole row."""
         row: Row = {"commit": self._commit, "identity": dict(identity), **measured}
-        self._rows[_key(identity)] = row
+        self._rows[row_key(identity)] = row
         if self._path:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
@@ -64,5 +64,6 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _key(identity: object) -> str:
+def row_key(identity: object) -> str:
+    """What two rows of the same measurement have in common."""
     return json.dumps(identity, sort_keys=True)

@@ -80,6 +80,13 @@ def test_perplexity_is_of_the_mean_loss_and_plotted_against_full_attentions() ->
         curve(summaries[1:], "perplexity")
 
 
+def test_a_row_that_two_files_have_is_not_counted_twice(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps(ROWS[2]) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"b\.jsonl: has 1 rows that a\.jsonl has, too"):
+        load([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+
+
 def test_rows_and_results_are_both_read(tmp_path: Path) -> None:
     lines = tmp_path / "rows.jsonl"
     lines.write_text("".join(json.dumps(one) + "\n" for one in perplexity_rows()), encoding="utf-8")

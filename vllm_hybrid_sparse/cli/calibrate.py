@@ -47,9 +47,7 @@ class CalibrationOptions:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     retained: RetainedSet = field(default_factory=RetainedSet)
     ranking: PageRanking = field(default_factory=PageRanking)
-    unread_attributed: float = (
-        UNREAD_ATTRIBUTED  # the setting of this name when serving; 0 to 1, of no use without key codes
-    )
+    unread_attributed: float = UNREAD_ATTRIBUTED  # the setting when serving; 0 to 1, of no use without key codes
 
     def __post_init__(self) -> None:
         for name, value, legal, rule in (

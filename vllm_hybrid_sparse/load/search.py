@@ -56,6 +56,11 @@ class Capacity:
                 return one.seen.e2e_s.p50 is None or span_s < _LEAST_SPAN * one.seen.e2e_s.p50
         return False
 
+    def end(self, why: str, say: Say) -> None:
+        """Try no further rate, and say why."""
+        self.ended = why
+        say(f"{self.results.side.name}: the search ends: {why}")
+
     def next_rate(self, slos: Sequence[Slo], search: Search) -> tuple[Slo, float] | None:
         """Return the next rate to try and for which limit; None where nothing is left to find out."""
         for slo in slos if self.ended is None else ():
@@ -116,8 +121,7 @@ async def search_in_turns(
             except LoadError as error:  # before the run
                 if not any(each.runs for each in all_results):
                     raise
-                one.ended = str(error)
-                say(f"{results.side.name}: the search ends: {one.ended}")
+                one.end(str(error), say)
                 continue
             if measured.run.interrupted and stop.is_set():
                 break  # not the server's doing: the run is kept, but judges nothing
@@ -126,8 +130,7 @@ async def search_in_turns(
             for each in slos:
                 broken = each.broken(one.tries[-1].seen)
                 say(f"{results.side.name}: {rate:.3g} requests/s {each.name}: {'; '.join(broken) or 'holds'}")
-            one.ended = whatever_the_rate(measured.run.records)
-            if one.ended is not None:
-                say(f"{results.side.name}: the search ends: {one.ended}")
+            if why := whatever_the_rate(measured.run.records):
+                one.end(why, say)
         turn += 1
     return searches

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -217,17 +218,12 @@ class HostRuntime:
         return self.device_tier.take_stats() if self.device_tier is not None else None
 
 
-_of_process: dict[HybridSparseConfig, HostRuntime] = {}  # one at most
-
-
+@lru_cache(maxsize=1)
 def host_runtime(settings: HybridSparseConfig) -> HostRuntime:
     """The runtime of the engine that is being made in this process, the same for all of its layers."""
-    if settings not in _of_process:
-        _of_process.clear()
-        _of_process[settings] = HostRuntime(settings)
-    return _of_process[settings]
+    return HostRuntime(settings)
 
 
 def begin_engine() -> None:
     """What is asked for from now on is another engine's: it gets a runtime of its own."""
-    _of_process.clear()
+    host_runtime.cache_clear()
