@@ -2,12 +2,12 @@
 
 import difflib
 import math
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
 from typing import Any, Self
 
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.setting import SECTION, Setting, checked, choice_field, refusal, setting_field, setting_of
 from vllm_hybrid_sparse.values import (
     CODE_BITS,
     PAGE_TOKENS,
@@ -35,41 +35,9 @@ HOST_SHARES = ("none", "uniform", "length", "queue")
 ADMISSIONS = ("working_set", "none")
 
 FLUXION_SUMMARIES = ("key_codes", "minmax")  # those of which a block's score is composed of its pages'
-_SECTION = "hybrid_sparse"  # the key of `--additional-config` that holds these settings
 _MAX_TOKENS = 2**24
 _MAX_PAGES = _MAX_TOKENS // PAGE_TOKENS
 _MAX_SLOTS = 2**31 - 1  # the kernels count them in 32 bits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
-    """What is known of a field beside its name."""
-
-    kind: type[int] | type[float] | type[str]
-    default: int | float | str | None  # in effect where the user gives nothing; None: nothing is
-    values: str  # the legal values, completing "must be"
-    allows: Callable[[Any], bool]
-    meaning: str
-    unit: str = ""
-    policies: tuple[str, ...] = ()  # the only ones that use it; empty: every policy may
-    summaries: tuple[str, ...] = ()  # likewise
-    devices: tuple[str, ...] = ()  # likewise
-    unless: str = ""  # the setting that takes this one's place where it is given
-
-
-def _setting(setting: _Setting) -> Any:
-    """A dataclass field; one that not every policy and summary uses stays None until it is known to be used."""
-    restricted = setting.policies or setting.summaries or setting.devices
-    return field(default=None if restricted else setting.default, metadata={"setting": setting})
-
-
-def _choice(default: str, choices: tuple[str, ...], meaning: str, devices: tuple[str, ...] = ()) -> Any:
-    values = f"one of {', '.join(choices)}"
-    return _setting(
-        _Setting(
-            kind=str, default=default, values=values, allows=choices.__contains__, meaning=meaning, devices=devices
-        )
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +49,14 @@ class HybridSparseConfig:
     `hybrid_sparse.name=value: rule`.
     """
 
-    policy: str = _choice(
+    policy: str = choice_field(
         "progressive",
         POLICIES,
         "which candidates a decode step reads: all pages, the best few, enough of them, HGCA's salient tokens, or as "
         "many for each head as Fluxion's predictor says",
     )
-    threshold: float | None = _setting(
-        _Setting(
+    threshold: float | None = setting_field(
+        Setting(
             kind=float,
             default=0.95,
             values="above 0 and at most 1",
@@ -97,8 +65,8 @@ class HybridSparseConfig:
             policies=("progressive",),
         )
     )
-    microbatch_pages: int | None = _setting(
-        _Setting(
+    microbatch_pages: int | None = setting_field(
+        Setting(
             kind=int,
             default=16,
             values="1 to 1024",
@@ -108,8 +76,8 @@ class HybridSparseConfig:
             policies=("progressive",),
         )
     )
-    remainder: str | None = _setting(
-        _Setting(
+    remainder: str | None = setting_field(
+        Setting(
             kind=str,
             default="auto",
             values=f"one of {', '.join(REMAINDERS)}",
@@ -119,8 +87,8 @@ class HybridSparseConfig:
             policies=("progressive",),
         )
     )
-    topk_ratio: float | None = _setting(
-        _Setting(
+    topk_ratio: float | None = setting_field(
+        Setting(
             kind=float,
             default=0.05,
             values="above 0 and at most 1",
@@ -130,8 +98,8 @@ class HybridSparseConfig:
             unless="topk_pages",
         )
     )
-    topk_pages: int | None = _setting(
-        _Setting(
+    topk_pages: int | None = setting_field(
+        Setting(
             kind=int,
             default=None,
             values=f"1 to {_MAX_PAGES}",
@@ -142,8 +110,8 @@ class HybridSparseConfig:
             unless="topk_ratio",
         )
     )
-    hgca_beta: float | None = _setting(
-        _Setting(
+    hgca_beta: float | None = setting_field(
+        Setting(
             kind=float,
             default=1.0,
             values="above 0, finite",
@@ -153,8 +121,8 @@ class HybridSparseConfig:
             policies=("hgca",),
         )
     )
-    hgca_alpha: float | None = _setting(
-        _Setting(
+    hgca_alpha: float | None = setting_field(
+        Setting(
             kind=float,
             default=0.1,
             values="above 0 and at most 1",
@@ -163,8 +131,8 @@ class HybridSparseConfig:
             policies=("hgca",),
         )
     )
-    predictor: str | None = _setting(
-        _Setting(
+    predictor: str | None = setting_field(
+        Setting(
             kind=str,
             default=None,
             values="the path of a file that `hybrid-sparse calibrate` wrote",
@@ -174,8 +142,8 @@ class HybridSparseConfig:
             policies=("fluxion",),
         )
     )
-    granularity: int | None = _setting(
-        _Setting(
+    granularity: int | None = setting_field(
+        Setting(
             kind=int,
             default=0,
             values=f"one of {', '.join(map(str, BLOCK_GRANULARITIES))}",
@@ -186,8 +154,8 @@ class HybridSparseConfig:
             policies=("fluxion",),
         )
     )
-    dense_tokens: int | None = _setting(
-        _Setting(
+    dense_tokens: int | None = setting_field(
+        Setting(
             kind=int,
             default=2048,
             values=f"0 to {_MAX_TOKENS}",
@@ -198,8 +166,8 @@ class HybridSparseConfig:
             policies=("fluxion",),
         )
     )
-    summary: str | None = _setting(
-        _Setting(
+    summary: str | None = setting_field(
+        Setting(
             kind=str,
             default="key_codes",
             values=f"one of {', '.join(SUMMARIES)}",
@@ -209,8 +177,8 @@ class HybridSparseConfig:
             policies=(*PAGE_POLICIES, "fluxion"),
         )
     )
-    code_bits: int | None = _setting(
-        _Setting(
+    code_bits: int | None = setting_field(
+        Setting(
             kind=int,
             default=2,
             values=f"one of {', '.join(map(str, CODE_BITS))}",
@@ -220,8 +188,8 @@ class HybridSparseConfig:
             summaries=("key_codes",),
         )
     )
-    unread_attributed: float | None = _setting(
-        _Setting(
+    unread_attributed: float | None = setting_field(
+        Setting(
             kind=float,
             default=UNREAD_ATTRIBUTED,
             values="0 to 1",
@@ -232,8 +200,8 @@ class HybridSparseConfig:
             summaries=("key_codes",),
         )
     )
-    sink_tokens: int = _setting(
-        _Setting(
+    sink_tokens: int = setting_field(
+        Setting(
             kind=int,
             default=64,
             values=f"a multiple of {PAGE_TOKENS}, 0 to {_MAX_TOKENS}",
@@ -242,8 +210,8 @@ class HybridSparseConfig:
             unit="tokens",
         )
     )
-    window_tokens: int = _setting(
-        _Setting(
+    window_tokens: int = setting_field(
+        Setting(
             kind=int,
             default=256,
             values=f"a multiple of {PAGE_TOKENS}, {PAGE_TOKENS} to {_MAX_TOKENS}",
@@ -252,9 +220,9 @@ class HybridSparseConfig:
             unit="tokens",
         )
     )
-    isa: str = _choice("auto", ISAS, "instruction set of the CPU kernel; auto takes the best that the machine has")
-    num_threads: int = _setting(
-        _Setting(
+    isa: str = choice_field("auto", ISAS, "instruction set of the CPU kernel; auto takes the best that the machine has")
+    num_threads: int = setting_field(
+        Setting(
             kind=int,
             default=0,
             values="0 to 1024",
@@ -264,20 +232,20 @@ class HybridSparseConfig:
             unit="threads",
         )
     )
-    thread_pool: str = _choice(
+    thread_pool: str = choice_field(
         "auto",
         THREAD_POOLS,
         "whose threads help: the kernel's own, or torch's GNU OpenMP team; auto takes openmp where it is loaded",
     )
-    device: str = _choice(
+    device: str = choice_field(
         "none",
         DEVICES,
         "where decode rows attend: none, on the CPU where the pages lie; emulated, through a pool of page slots and "
         "threads that stand for a GPU and its streams (slow: for tests and for studying the pool); cuda, on a GPU and "
         "its host, which is what vLLM's CUDA platform gets by default and the only one it takes",
     )
-    device_pool_pages: int | None = _setting(
-        _Setting(
+    device_pool_pages: int | None = setting_field(
+        Setting(
             kind=int,
             default=4096,
             values=f"1 to {_MAX_SLOTS}, and no fewer than two microbatches",
@@ -288,27 +256,27 @@ class HybridSparseConfig:
             devices=TIERED_DEVICES,
         )
     )
-    device_pool: str | None = _choice(
+    device_pool: str | None = choice_field(
         "unified",
         DEVICE_POOLS,
         "whether all layers share the slots (PSA) or each has an equal part to itself",
         devices=TIERED_DEVICES,
     )
-    device_eviction: str | None = _choice(
+    device_eviction: str | None = choice_field(
         "cyclic",
         DEVICE_EVICTIONS,
         "which page makes room for another: cyclic, one that its layer left out lately, else the one used last, since "
         "layers take turns; lru, the one used longest ago; fifo, the one loaded first",
         devices=TIERED_DEVICES,
     )
-    host_share: str | None = _choice(
+    host_share: str | None = choice_field(
         "none",
         HOST_SHARES,
         "which groups of query heads the host computes beside the device: none, every second one, the longest rows, or "
         "what it takes from one queue for both (Fluxion)",
         devices=TIERED_DEVICES,
     )
-    admission: str | None = _choice(
+    admission: str | None = choice_field(
         "working_set",
         ADMISSIONS,
         "which requests run side by side: working_set, only as many as the pool holds the pages of that a step begins "
@@ -316,8 +284,8 @@ class HybridSparseConfig:
         "cuda where device_pool_pages is not given",
         devices=TIERED_DEVICES,
     )
-    log_interval_s: float = _setting(
-        _Setting(
+    log_interval_s: float = setting_field(
+        Setting(
             kind=float,
             default=60.0,
             values="0 or more, finite",
@@ -331,24 +299,24 @@ class HybridSparseConfig:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if value is not None or entry.default is not None:
-                object.__setattr__(self, entry.name, _checked(entry.name, value, _setting_of(entry)))
+                object.__setattr__(self, entry.name, checked(entry.name, value, setting_of(entry)))
         for entry in fields(self):  # in their order: whether one is used may depend on the default of one before it
             self._check_use(entry)
-            setting = _setting_of(entry)
+            setting = setting_of(entry)
             replaced = setting.unless and getattr(self, setting.unless) is not None
             used = setting.policies or setting.summaries or setting.devices
             if getattr(self, entry.name) is None and used and not self._unused_because(setting) and not replaced:
                 object.__setattr__(self, entry.name, self._default_of(entry.name, setting))
         if self.policy == "fluxion" and self.summary not in FLUXION_SUMMARIES:
-            raise _refusal("summary", self.summary, f"must be {' or '.join(FLUXION_SUMMARIES)} with policy fluxion")
+            raise refusal("summary", self.summary, f"must be {' or '.join(FLUXION_SUMMARIES)} with policy fluxion")
         if self.remainder == "auto":
             estimates = self.summary == "key_codes"
             object.__setattr__(self, "remainder", "estimated" if estimates else "lightest_page")
         if self.remainder == "estimated" and self.summary != "key_codes":
-            raise _refusal("remainder", self.remainder, f"needs summary key_codes, and the summary is {self.summary}")
+            raise refusal("remainder", self.remainder, f"needs summary key_codes, and the summary is {self.summary}")
         self._check_device()
 
-    def _default_of(self, name: str, setting: _Setting) -> int | float | str | None:
+    def _default_of(self, name: str, setting: Setting) -> int | float | str | None:
         """What a setting that is used and not given becomes; None: the worker decides."""
         return None if (self.device, name) == ("cuda", "device_pool_pages") else setting.default
 
@@ -357,13 +325,13 @@ class HybridSparseConfig:
         if self.device == "none":
             return
         if self.policy not in PAGE_POLICIES:
-            raise _refusal("device", self.device, f"attends to pages, and the policy is {self.policy}")
+            raise refusal("device", self.device, f"attends to pages, and the policy is {self.policy}")
         least = self.selection.pages_in_flight
         if self.device_pool_pages is not None and self.device_pool_pages < least:
             rule = f"must be at least {least}: the microbatch that a group attends to, and the one that is loaded"
-            raise _refusal("device_pool_pages", self.device_pool_pages, rule)
+            raise refusal("device_pool_pages", self.device_pool_pages, rule)
 
-    def _unused_because(self, setting: _Setting) -> str:
+    def _unused_because(self, setting: Setting) -> str:
         """Why the setting has no effect; empty where it has."""
         for kind, chosen, users in (
             ("policy", self.policy, setting.policies),
@@ -376,25 +344,25 @@ class HybridSparseConfig:
 
     def _check_use(self, entry: Field[Any]) -> None:
         """Refuse a setting that is given but would have no effect."""
-        setting, value = _setting_of(entry), getattr(self, entry.name)
+        setting, value = setting_of(entry), getattr(self, entry.name)
         if value is None:
             return
         if reason := self._unused_because(setting):
-            raise _refusal(entry.name, value, reason)
+            raise refusal(entry.name, value, reason)
         if setting.unless and getattr(self, setting.unless) is not None:
-            raise _refusal(entry.name, value, f"give it or {setting.unless}, not both")
+            raise refusal(entry.name, value, f"give it or {setting.unless}, not both")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
         """The settings of `additional_config["hybrid_sparse"]`; an absent or null key takes its default."""
         if not isinstance(mapping, Mapping):
-            raise ConfigError(f"{_SECTION}={mapping!r}: must be a mapping of setting names to values")
+            raise ConfigError(f"{SECTION}={mapping!r}: must be a mapping of setting names to values")
         known = [entry.name for entry in fields(cls)]
         for name, value in mapping.items():
             if name not in known:
                 close = difflib.get_close_matches(str(name).replace("-", "_").lower(), known, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(known)}"
-                raise _refusal(name, value, f"no such setting; {hint}")
+                raise refusal(name, value, f"no such setting; {hint}")
         return cls(**{name: value for name, value in mapping.items() if value is not None})
 
     @property
@@ -464,7 +432,7 @@ def settings_table() -> str:
     """Every setting as a Markdown table with one row each; the README carries this text."""
     lines = ["| setting | values | default | meaning |", "| --- | --- | --- | --- |"]
     for entry in fields(HybridSparseConfig):
-        setting = _setting_of(entry)
+        setting = setting_of(entry)
         values = f"{setting.values} ({setting.unit})" if setting.unit else setting.values
         default = "not set" if setting.default is None else f"`{setting.default}`"
         meaning = setting.meaning
@@ -478,38 +446,3 @@ def settings_table() -> str:
             meaning += f", and not together with `{setting.unless}`"
         lines.append(f"| `{entry.name}` | {values} | {default} | {meaning} |")
     return "\n".join(lines) + "\n"
-
-
-def _setting_of(entry: Field[Any]) -> _Setting:
-    setting: _Setting = entry.metadata["setting"]
-    return setting
-
-
-def _refusal(name: str, value: object, rule: str) -> ConfigError:
-    return ConfigError(f"{_SECTION}.{name}={value!r}: {rule}")
-
-
-def _checked(name: str, value: Any, setting: _Setting) -> int | float | str:
-    """`value` as the kind of the setting, if it is legal."""
-    typed = _typed(value, setting.kind)
-    if typed is None:
-        kind = {int: "a whole number", float: "a number", str: "text"}[setting.kind]
-        raise _refusal(name, value, f"must be {kind}, {setting.values}")
-    if not setting.allows(typed):
-        raise _refusal(name, value, f"must be {setting.values}")
-    return typed
-
-
-def _typed(value: Any, kind: type[int] | type[float] | type[str]) -> int | float | str | None:
-    """`value` read as `kind`, or None where it is none: text counts as the number it spells, a bool is no number."""
-    if kind is str:
-        return value if isinstance(value, str) else None
-    if isinstance(value, str):
-        pattern = r"[+-]?[0-9]{1,18}" if kind is int else r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?"
-        return kind(value.strip()) if re.fullmatch(pattern, value.strip(), re.ASCII) else None
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
-        return None
-    try:
-        return kind(value)
-    except OverflowError:
-        return None

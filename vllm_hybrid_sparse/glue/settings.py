@@ -7,8 +7,7 @@ from typing import Any
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
-
-SECTION = "hybrid_sparse"
+from vllm_hybrid_sparse.setting import SECTION, refusal
 
 
 def settings_of(vllm_config: Any) -> HybridSparseConfig:
@@ -32,11 +31,10 @@ def settings_on(given: Any, *, on_cuda: bool) -> HybridSparseConfig:
         given = {**given, "device": "cuda"}
     settings = HybridSparseConfig.from_mapping(given)
     if on_cuda and settings.device != "cuda":
-        raise ConfigError(
-            f"{SECTION}.device={settings.device!r}: must be cuda on vLLM's CUDA platform, where the model's tensors lie"
-        )
+        rule = "must be cuda on vLLM's CUDA platform, where the model's tensors lie"
+        raise refusal("device", settings.device, rule)
     if not on_cuda and settings.device == "cuda":
-        raise ConfigError(f"{SECTION}.device='cuda': needs vLLM's CUDA build and a GPU, and the platform is another")
+        raise refusal("device", settings.device, "needs vLLM's CUDA build and a GPU, and the platform is another")
     return settings
 
 
