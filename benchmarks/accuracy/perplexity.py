@@ -2,11 +2,10 @@
 
     python -m benchmarks.accuracy.perplexity --text PATH [--model PATH] [--windows 8] [--selections full,codes2-5%]
 
-The shipped kernels run inside Transformers (`vllm_hybrid_sparse.hf`), in float32; `oracle` and `random` selections run
+The shipped kernels run inside Transformers (`vllm_hybrid_sparse.hf`); `oracle` and `random` selections run
 on the reference in plain torch. Each window is prefilled densely, once for all selections, then its last tokens are
 decoded one after another, the true one fed whatever the model says: all are known, so each layer decodes them in one
-call (`row_by_row`). With `--out FILE` rows that it holds are kept and only
-the rest is run.
+call (`row_by_row`). With `--out FILE` rows that it holds are kept and only the rest is run.
 """
 
 import argparse
@@ -64,7 +63,7 @@ def run(model: PreTrainedModel, windows: list[torch.Tensor], rows: RowFile, opti
                 "window": index,
                 "text": options.text.name,
                 "model": options.model.name,
-                "dtype": "float32",
+                "dtype": options.dtype,
                 "selection": selection,
                 "runs_on": runs_on(selection),
             }
@@ -84,6 +83,7 @@ def main() -> None:
     parser.add_argument("--windows", default=8, type=int, help="windows from the start of the text")
     parser.add_argument("--tokens", default=4096, type=int, help="of a window")
     parser.add_argument("--decoded", default=256, type=int, help="last tokens of a window that are decoded")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="(%(default)s)")
     parser.add_argument("--selections", default="main", help="comma-separated names or groups")
     parser.add_argument("--out", default=None, type=Path, help="JSONL file of rows, read and added to")
     parser.add_argument("--redo", action="store_true", help="drop rows of --out that another commit has measured")
@@ -94,7 +94,7 @@ def main() -> None:
     except (OtherCommitError, ValueError) as error:
         parser.error(str(error))
     options.model = options.model or model_dir()
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
     token_ids = AutoTokenizer.from_pretrained(options.model)(
         options.text.read_text(encoding="utf-8"), return_tensors="pt"
     )
@@ -105,7 +105,7 @@ def main() -> None:
     summaries = summarise(run(model, windows, kept, options))
     rows = {str(summary["selection"]): summary for summary in summaries}
     size = f"{options.tokens}-{options.decoded}"
-    save("perplexity", {"text": options.text.name, "windows": options.windows, "size": size, "rows": rows})
+    save("perplexity", {"text": options.text.name, "windows": options.windows, "size": size, "dtype": options.dtype, "rows": rows})
     print(table(rows))
 
 
