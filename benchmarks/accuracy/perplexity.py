@@ -105,7 +105,10 @@ def main() -> None:
     summaries = summarise(run(model, windows, kept, options))
     rows = {str(summary["selection"]): summary for summary in summaries}
     size = f"{options.tokens}-{options.decoded}"
-    save("perplexity", {"text": options.text.name, "windows": options.windows, "size": size, "dtype": options.dtype, "rows": rows})
+    save(
+        "perplexity",
+        {"text": options.text.name, "windows": options.windows, "size": size, "dtype": options.dtype, "rows": rows},
+    )
     print(table(rows))
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -30,10 +31,11 @@ logger = logging.getLogger(__name__)
 def helper_cpus(threads: int) -> list[int]:
     """A core for each helper thread, the caller's excluded: those that vLLM bound OpenMP to, else none in particular.
 
-    GNU OpenMP binds the calling thread to its first core, and threads started from it inherit that one core.
+    GNU's and Intel's OpenMP bind the calling thread to its first core, which threads started from it inherit.
     """
-    bound = [int(core) for core in os.environ.get("GOMP_CPU_AFFINITY", "").split() if core.isdigit()]
-    return bound[1:threads]
+    intel = re.search(r"proclist=\[([0-9,]*)\]", os.environ.get("KMP_AFFINITY", ""))
+    listed = intel[1].split(",") if intel else os.environ.get("GOMP_CPU_AFFINITY", "").split()
+    return [int(core) for core in listed if core.isdigit()][1:threads]
 
 
 def default_threads(device: str) -> int:
