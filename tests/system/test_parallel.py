@@ -16,7 +16,7 @@ from tests.system.variants import START_TIMEOUT_S, our_args, server_env, stock_a
 from vllm_hybrid_sparse.cli.server import Server
 from vllm_hybrid_sparse.glue.metric_families import PREFIX
 
-ARGS = [*stock_args("float32", 2048, kv_cache_bytes=128 << 20), "--enforce-eager", "--max-num-batched-tokens=256"]
+ARGS = [*stock_args("float32", 2048, kv_cache_bytes=128 << 20), "--max-num-batched-tokens=256"]
 SELECTIONS_A_ROW = {  # those of the worker that vLLM reads: the model has 3 layers of 2 KV heads
     "tensor": 3 * 1,
     "pipeline": 1 * 2,  # the last stage has one layer
@@ -31,13 +31,16 @@ def env_of_two_workers() -> dict[str, str]:
     return {**server_env(), "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("split", SELECTIONS_A_ROW)
+@pytest.mark.parametrize(
+    "split", ["tensor", pytest.param("pipeline", marks=pytest.mark.slow), pytest.param("data", marks=pytest.mark.slow)]
+)
 def test_two_workers_answer_as_stock(split: str, tmp_path: Path) -> None:
     """All prompts at once, and again, when the prefix cache has them; the counters are of one worker of a group."""
     model = make_tiny_model("qwen3", tmp_path)
     prompts = byte_prompts(seed=5)
     args = [*ARGS, f"--{split}-parallel-size=2"]
+    if split != "pipeline":  # vLLM 0.32 skips the warm-up then, and a CPU's second stage fails without it
+        args.append("--enforce-eager")
     ours = [*our_args(policy="progressive", threshold=1.0), "--block-size=16"]
     with Server(model, args, env_of_two_workers(), tmp_path / "stock.log") as server:
         server.wait_ready(START_TIMEOUT_S)
