@@ -44,18 +44,18 @@ def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
 def test_a_failure_stops_no_other_stage_and_the_summary_has_them_all(tmp_path: Path) -> None:
     parts = [
         python("smoke: one", "import sys; sys.exit(3)"),
-        Stage(name="serving", command=(), missing="a worker"),
+        python("serving", "import sys; print('no vllm'); sys.exit(77)"),
         python("tests", "print('2 passed')"),
     ]
     said: list[str] = []
     outcomes = run_all(parts, tmp_path, {"gpu": "a GPU"}, said.append)
-    assert [outcome.status for outcome in outcomes] == ["FAILED", "not built", "ok"]
+    assert [outcome.status for outcome in outcomes] == ["FAILED", "not installed", "ok"]
     assert [outcome.failed for outcome in outcomes] == [True, False, False]
     assert said == ["gpu-check 1/3: smoke: one", "gpu-check 2/3: serving", "gpu-check 3/3: tests"]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["gpu"] == "a GPU"
-    assert [stage["status"] for stage in summary["stages"]] == ["FAILED", "not built", "ok"]
-    assert [stage["log"] for stage in summary["stages"]] == ["01-smoke--one.log", "", "03-tests.log"]
+    assert [stage["status"] for stage in summary["stages"]] == ["FAILED", "not installed", "ok"]
+    assert [stage["log"] for stage in summary["stages"]] == ["01-smoke--one.log", "02-serving.log", "03-tests.log"]
     assert (tmp_path / "03-tests.log").read_text() == "2 passed\n"
 
 
@@ -78,11 +78,6 @@ def test_the_table_has_a_line_for_each_stage() -> None:
 def test_every_case_of_serving_is_a_stage(tmp_path: Path) -> None:
     serving = {stage.name: stage.command[-1] for stage in stages(tmp_path) if stage.name.startswith("serving")}
     assert sorted(serving.values()) == sorted(gpu_serving.CASES)
-
-
-def test_what_is_not_built_is_said_to_be_missing(tmp_path: Path) -> None:
-    (missing,) = [stage for stage in stages(tmp_path) if not stage.command]
-    assert (missing.name, bool(missing.missing)) == ("time per token", True)
 
 
 def test_every_program_that_a_stage_runs_exists(tmp_path: Path) -> None:

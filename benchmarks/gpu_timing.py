@@ -1,0 +1,257 @@
+"""Time per output token on a GPU: everything on the device, and hybrid_sparse with a device pool too small for it.
+
+    python -m benchmarks.gpu_timing [--cases 8Kx1,32Kx4] [--sides baseline,fixed,topk] [--device-gib 4] [--layers 32]
+
+A random model of Llama-3.1-8B's shape decodes over contexts that vLLM's DecodeBenchConnector fills with random numbers,
+so that no prompt is computed. Attention to random keys is nearly flat, and a threshold would read all of it: time fixed
+budgets this way, and thresholds on a real `--model` with `--computed` prompts. Each side is an engine in a process of
+its own that goes through all cases, shortest first; one that fails or runs out of time leaves what it had. Ratios are
+to the baseline and to `fixed` (top-k by Quest's bounds, a part of the pool for each layer, no host), from one run.
+
+On a machine without a GPU: `--device emulated --baseline CPU_ATTN --layers 2 --hidden 256 --device-gib 0.01`.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check import NOT_INSTALLED, Stage, run_stage
+from benchmarks.gpu_timing_rows import (
+    BASELINE,
+    FIXED,
+    WARM_UP_TOKENS,
+    Case,
+    Json,
+    counters,
+    differences,
+    parse_case,
+    summarise,
+    table,
+    together,
+)
+from benchmarks.report import save
+from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+SIDES: dict[str, dict[str, Any] | None] = {
+    BASELINE: None,  # of vLLM, everything on the device
+    "dense": {"policy": "dense"},
+    FIXED: {"policy": "topk", "topk_ratio": 0.05, "summary": "minmax", "device_pool": "per_layer"},
+    "topk": {"policy": "topk", "topk_ratio": 0.05},
+    "static": {"policy": "topk", "topk_ratio": 0.05, "host_share": "uniform"},  # split as HGCA splits
+    "queue": {"policy": "topk", "topk_ratio": 0.05, "host_share": "queue"},  # Fluxion's queue for both
+    "threshold": {"policy": "progressive", "threshold": 0.95},
+}
+DEFAULT_SIDES = (BASELINE, FIXED, "topk", "queue")
+DEFAULT_CASES = "8Kx1,8Kx32,32Kx4,128Kx1,128Kx4"
+BF16_BYTES = 2
+_SHOWN_LINES = 40  # of the log of a side that failed
+_SPARE = 1.15  # summaries and blocks begun, of the KV bytes
+_FILL = {"fill_mean": 0.0, "fill_std": 1.0, "startup_fill": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a model, what its KV cache depends on."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of a token, BF16."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * BF16_BYTES
+
+    def pool_pages(self, device_gib: float) -> int:
+        """Page slots (K and V of 16 tokens of a KV head) that so much device memory holds."""
+        return int(device_gib * 2**30) // (2 * PAGE_TOKENS * self.head_dim * BF16_BYTES)
+
+
+def read_shape(model: Path) -> Shape:
+    """The shape of the model in a folder."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    q_heads = config["num_attention_heads"]
+    return Shape(
+        layers=config["num_hidden_layers"],
+        kv_heads=config.get("num_key_value_heads") or q_heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // q_heads,
+    )
+
+
+def engine_arguments(options: argparse.Namespace, cases: Sequence[Case]) -> Json:
+    """What all sides are started with."""
+    longest = max(case.context_tokens for case in cases) + options.tokens + 2 * WARM_UP_TOKENS
+    room = max((case.context_tokens + options.tokens + 1024) * case.requests for case in cases)
+    token_bytes = read_shape(options.folder).token_bytes
+    arguments: Json = {
+        "model": str(options.folder),
+        "dtype": "bfloat16",
+        "max_model_len": longest,
+        "max_num_seqs": max(case.requests for case in cases),
+        "kv_cache_memory_bytes": int(max(room, longest) * token_bytes * _SPARE),
+        "hf_overrides": {"max_position_embeddings": longest},
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,  # the counters of our backend are taken from them
+        "enable_flashinfer_autotune": False,
+        "seed": 0,
+    }
+    if options.model is None:
+        arguments["load_format"] = "dummy"
+    if not options.computed:
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "DecodeBenchConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": _FILL,
+        }
+    return arguments
+
+
+def side_arguments(side: str, options: argparse.Namespace) -> Json:
+    """What one side adds: vLLM's backend, or ours with a pool of `--device-gib`."""
+    settings = SIDES[side]
+    if settings is None:
+        return {"attention_backend": options.baseline}
+    settings = {**settings, "device": options.device, "log_interval_s": 10}
+    if options.device != "none":
+        settings["device_pool_pages"] = read_shape(options.folder).pool_pages(options.device_gib)
+    else:
+        settings = {name: value for name, value in settings.items() if name not in ("device_pool", "host_share")}
+    return {"attention_backend": "hybrid_sparse", "additional_config": {"hybrid_sparse": settings}}
+
+
+def write_config(folder: Path, layers: int, hidden: int) -> None:
+    """Write the configuration of a Llama with the heads of Llama-3.1-8B; its weights are made up by vLLM."""
+    from transformers import LlamaConfig  # noqa: PLC0415  (seconds to import)
+
+    LlamaConfig(
+        vocab_size=32768,
+        hidden_size=hidden,
+        intermediate_size=hidden * 7 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+        torch_dtype="bfloat16",
+    ).save_pretrained(folder)
+
+
+def serve_side(side: str, options: argparse.Namespace, cases: Sequence[Case], out: Path) -> None:
+    """Run all cases in this process's engine; add a line to `out` after each round of each."""
+    from prometheus_client import REGISTRY, generate_latest  # noqa: PLC0415
+    from vllm import LLM  # noqa: PLC0415  (only where an engine runs)
+
+    llm = LLM(**engine_arguments(options, cases), **side_arguments(side, options))
+    before = counters(generate_latest(REGISTRY).decode())
+    for case in sorted(cases):
+        for round_ in range(options.rounds + 1):  # the first warms the pool and compiles
+            timed = time_round(llm.llm_engine, case, options.tokens, f"{case.name}-{round_}")
+            after = counters(generate_latest(REGISTRY).decode())
+            row = {"side": side, "case": case.name, "round": round_, **timed, **differences(before, after)}
+            before = after
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def time_round(engine: Any, case: Case, tokens: int, name: str) -> dict[str, float]:
+    """Answer the requests of a case side by side.
+
+    returns   step_ms, the mean time between a request's tokens; tokens_per_s of all; both while all of them decode
+    """
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    sampling = SamplingParams(temperature=0, max_tokens=tokens + WARM_UP_TOKENS, ignore_eos=True, detokenize=False)
+    for request in range(case.requests):
+        engine.add_request(f"{name}-{request}", {"prompt_token_ids": [3 + request] * case.context_tokens}, sampling)
+    came: dict[str, list[tuple[float, int]]] = {}
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now_s = time.perf_counter()
+        for output in outputs:
+            came.setdefault(output.request_id, []).append((now_s, len(output.outputs[0].token_ids)))
+    return together(list(came.values()))
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's options, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=DEFAULT_CASES, help="CONTEXTKxREQUESTS, comma-separated (%(default)s)")
+    parser.add_argument("--sides", default=",".join(DEFAULT_SIDES), help=f"among {', '.join(SIDES)} (%(default)s)")
+    parser.add_argument("--baseline", default="FLASH_ATTN", help="backend of vLLM (%(default)s)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "emulated", "none"), help="of our sides")
+    parser.add_argument("--device-gib", default=4.0, type=float, help="page slots of our sides' pool (%(default)s)")
+    parser.add_argument("--layers", default=32, type=int, help="of the random model")
+    parser.add_argument("--hidden", default=4096, type=int, help="its hidden size")
+    parser.add_argument("--model", type=Path, help="a folder with weights instead of the random model")
+    parser.add_argument("--computed", action="store_true", help="compute prompts instead of filling the KV cache")
+    parser.add_argument("--tokens", default=32, type=int, help="of each answer that are timed")
+    parser.add_argument("--rounds", default=3, type=int, help="timed after one that is not")
+    parser.add_argument("--side-timeout", default=270, type=int, help="seconds of one side")
+    parser.add_argument("--out", type=Path, help="result file instead of a new one in benchmarks/results")
+    parser.add_argument("--run-side", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    for side in options.sides.split(","):
+        if side not in SIDES:
+            parser.error(f"--sides={side}: must be among {', '.join(SIDES)}")
+    try:
+        options.parsed = [parse_case(name) for name in options.cases.split(",")]
+    except ValueError as error:
+        parser.error(f"--{error}")
+    return options
+
+
+def run_side(side: str, given: Sequence[str], options: argparse.Namespace, out: Path) -> tuple[list[Json], str]:
+    """Time one side in a process of its own: the rounds that it came to, and how it ended."""
+    rows = out / f"{side}.jsonl"
+    command = [sys.executable, "-m", "benchmarks.gpu_timing", *given, "--run-side", side, "--rows", str(rows)]
+    command += ["--folder", str(options.folder)]
+    log = out / f"{side}.log"
+    outcome = run_stage(Stage(name=side, command=tuple(command), timeout_s=options.side_timeout), log)
+    if outcome.failed:
+        print("\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]))
+    lines = rows.read_text(encoding="utf-8").splitlines() if rows.is_file() else []
+    return [json.loads(line) for line in lines], outcome.status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Time all sides, print the table after each, keep the result; 1 where one did not come to its end."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse_arguments(given)
+    if options.run_side:
+        serve_side(options.run_side, options, options.parsed, options.rows)
+        return 0
+    if find_spec("vllm") is None:
+        print("vllm is not installed")
+        return NOT_INSTALLED
+    rounds: list[Json] = []
+    ends: dict[str, str] = {}
+    path: Path | None = options.out
+    with tempfile.TemporaryDirectory(prefix="gpu-timing-") as name:
+        options.folder = options.model or Path(name) / "model"
+        if options.model is None:
+            write_config(options.folder, options.layers, options.hidden)
+        for side in options.sides.split(","):
+            made, ends[side] = run_side(side, given, options, Path(name))
+            rounds += made
+            rows = summarise(rounds)
+            content = {"ends": ends, "device": options.device, "device_gib": options.device_gib, "rows": rows}
+            path = save("gpu-timing", {**content, "rounds": rounds}, path)
+            print(table(rows, options.baseline), flush=True)
+    print(f"{', '.join(f'{side}: {end}' for side, end in ends.items())}; kept in {path.name if path else 'no file'}")
+    return 0 if set(ends.values()) == {"ok"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

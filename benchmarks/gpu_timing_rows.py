@@ -1,0 +1,120 @@
+"""Rounds of `gpu_timing`, their figures, and the table that compares the sides."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.report import markdown_table
+from vllm_hybrid_sparse.load.prometheus import total
+
+BASELINE = "baseline"
+FIXED = "fixed"
+WARM_UP_TOKENS = 4  # of every answer, not counted
+_COUNTED = (
+    "context_bytes", "read_bytes", "device_step_seconds", "device_busy_seconds", "device_wanted_pages",
+    "device_hit_pages",
+)  # fmt: skip
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Case:
+    """Requests of one length at the same time."""
+
+    context_tokens: int
+    requests: int
+
+    @property
+    def name(self) -> str:
+        """As `parse_case` takes it."""
+        return f"{self.context_tokens // 1024}Kx{self.requests}"
+
+
+def parse_case(name: str) -> Case:
+    """`8Kx32`: 32 requests over 8192 tokens each. Raises ValueError."""
+    tokens, _, requests = name.partition("Kx")
+    if not (tokens.isdecimal() and requests.isdecimal() and int(tokens) and int(requests)):
+        raise ValueError(f"cases={name}: must be a context in K tokens and a number of requests, such as 32Kx4")
+    return Case(context_tokens=1024 * int(tokens), requests=int(requests))
+
+
+def together(came: Sequence[Sequence[tuple[float, int]]]) -> dict[str, float]:
+    """Figures of the time in which every request decodes, its first tokens left out.
+
+    came   for each request when (s) it had how many tokens
+    """
+    begin_s = max(next(at_s for at_s, count in one if count >= WARM_UP_TOKENS) for one in came)
+    end_s = min(one[-1][0] for one in came)
+    spans = [[moment for moment in one if begin_s <= moment[0] <= end_s] for one in came]
+    if any(len(span) < 2 for span in spans):
+        raise ValueError("the requests did not run side by side: fewer tokens in flight, or more room, are needed")
+    step_s = [(span[-1][0] - span[0][0]) / (span[-1][1] - span[0][1]) for span in spans]
+    return {"step_ms": 1e3 * statistics.mean(step_s), "tokens_per_s": sum(1 / one for one in step_s)}
+
+
+def counters(exposition: str) -> dict[str, float]:
+    """Sums of the counters that are looked at, from Prometheus's text; absent ones are left out."""
+    found = {name: total(exposition, f"vllm_hybrid_sparse_{name}_total") for name in _COUNTED}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def differences(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Shares of one round: of the KV bytes read, of wanted pages found in the pool, of the step the device was idle."""
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    shares = {}
+    if grown.get("context_bytes"):
+        shares["kv_read"] = grown["read_bytes"] / grown["context_bytes"]
+    if grown.get("device_wanted_pages"):
+        shares["hit_rate"] = grown["device_hit_pages"] / grown["device_wanted_pages"]
+    if grown.get("device_step_seconds"):
+        shares["device_idle"] = 1 - grown["device_busy_seconds"] / grown["device_step_seconds"]
+    return shares
+
+
+def summarise(rounds: Sequence[Json]) -> list[Json]:
+    """A row a case and side, medians of its rounds but the first, with ratios to the baseline and to `fixed`."""
+    groups: dict[tuple[str, str], list[Json]] = {}
+    for row in rounds:
+        if row["round"]:
+            groups.setdefault((row["case"], row["side"]), []).append(row)
+    names = ("step_ms", "tokens_per_s", "kv_read", "hit_rate", "device_idle")
+    rows = {
+        key: {name: statistics.median(row[name] for row in group) for name in names if name in group[0]}
+        for key, group in groups.items()
+    }
+    return [
+        {"case": case, "side": side, **row}
+        | {
+            f"{reference}_over_this": rows[case, reference]["step_ms"] / row["step_ms"]
+            for reference in (BASELINE, FIXED)
+            if (case, reference) in rows
+        }
+        for (case, side), row in rows.items()
+    ]
+
+
+def table(rows: Sequence[Json], baseline: str) -> str:
+    """The rows as Markdown."""
+
+    def shown(row: Json, name: str, form: str) -> str:
+        return format(row[name], form) if name in row else ""
+
+    return markdown_table(
+        ("case", "side", "ms a token", "tokens/s", f"{baseline} ÷ it", "fixed ÷ it", "KV read", "hits", "device idle"),
+        [
+            (
+                row["case"],
+                row["side"],
+                shown(row, "step_ms", ".2f"),
+                shown(row, "tokens_per_s", ".0f"),
+                shown(row, f"{BASELINE}_over_this", ".2f"),
+                shown(row, f"{FIXED}_over_this", ".2f"),
+                shown(row, "kv_read", ".1%"),
+                shown(row, "hit_rate", ".1%"),
+                shown(row, "device_idle", ".0%"),
+            )
+            for row in sorted(rows, key=lambda row: parse_case(row["case"]))
+        ],
+    )

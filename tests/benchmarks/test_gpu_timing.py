@@ -1,0 +1,80 @@
+"""What `gpu_timing` makes of the moments at which tokens came, and of the sides' rounds."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_timing import SIDES, Shape, parse_arguments, read_shape, side_arguments, write_config
+from benchmarks.gpu_timing_rows import Case, counters, differences, parse_case, summarise, table, together
+from vllm_hybrid_sparse.config import HybridSparseConfig
+
+
+def test_only_the_time_in_which_all_requests_decode_is_counted() -> None:
+    """One begins 10 s late and the other ends 2 s early; before and after they are faster."""
+    early = [(0.1 * token, token) for token in range(1, 100)] + [(10.0 + token, 99 + token) for token in range(21)]
+    late = [(10.0 + 0.5 * token, token) for token in range(1, 60)]
+    figures = together([early, late])
+    assert figures["tokens_per_s"] == pytest.approx(1 + 2)
+    assert figures["step_ms"] == pytest.approx(1e3 * (1 + 0.5) / 2)
+
+
+def test_requests_one_after_another_are_no_measurement() -> None:
+    one = [(1.0 * token, token) for token in range(1, 9)]
+    with pytest.raises(ValueError, match="side by side"):
+        together([one, [(20.0 + token, token) for token in range(1, 9)]])
+
+
+def test_shares_are_of_what_a_round_has_added() -> None:
+    def exposition(scale: int) -> str:
+        names = {
+            "context_bytes": 100, "read_bytes": 20, "device_step_seconds": 8, "device_busy_seconds": 2,
+            "device_wanted_pages": 10, "device_hit_pages": 9,
+        }  # fmt: skip
+        return "\n".join(f"vllm_hybrid_sparse_{name}_total {scale * value}" for name, value in names.items())
+
+    before, after = counters(exposition(1)), counters(exposition(3))
+    assert differences(before, after) == pytest.approx({"kv_read": 0.2, "hit_rate": 0.9, "device_idle": 0.75})
+    assert differences({}, counters("")) == {}
+
+
+def test_ratios_are_of_medians_without_the_first_round() -> None:
+    steps = {"baseline": [9.0, 4.0, 5.0, 6.0], "fixed": [99.0, 20.0, 20.0, 20.0], "topk": [50.0, 10.0, 10.0, 11.0]}
+    rounds = [
+        {"side": side, "case": "8Kx2", "round": number, "step_ms": step, "tokens_per_s": 2e3 / step}
+        for side, values in steps.items()
+        for number, step in enumerate(values)
+    ]
+    rows = {row["side"]: row for row in summarise(rounds)}
+    assert rows["topk"]["baseline_over_this"] == 0.5
+    assert rows["topk"]["fixed_over_this"] == 2.0
+    assert rows["baseline"]["step_ms"] == 5.0
+    assert "fixed_over_this" not in summarise(rounds[:4])[0]
+    assert len(table(list(rows.values()), "FLASH_ATTN").splitlines()) == 5
+
+
+@pytest.mark.parametrize("name", ["", "8K", "Kx1", "0Kx1", "8Kx0", "8x1", "8Kx1.5"])
+def test_a_case_that_is_none_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--cases", name])
+    assert f"--cases={name}: must be a context in K tokens" in capsys.readouterr().err
+
+
+def test_a_case_has_its_name() -> None:
+    assert parse_case("32Kx4") == Case(context_tokens=32768, requests=4)
+    assert parse_case("32Kx4").name == "32Kx4"
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("device", ["cuda", "emulated", "none"])
+def test_every_side_is_legal_and_has_the_pool_that_was_asked_for(side: str, device: str, tmp_path: Path) -> None:
+    options = parse_arguments(["--device", device, "--device-gib", "0.5"])
+    options.folder = tmp_path
+    write_config(tmp_path, layers=3, hidden=512)
+    assert read_shape(tmp_path) == Shape(layers=3, kv_heads=8, head_dim=128)
+    arguments = side_arguments(side, options)
+    if side == "baseline":
+        assert arguments == {"attention_backend": "FLASH_ATTN"}
+        return
+    settings = HybridSparseConfig.from_mapping(arguments["additional_config"]["hybrid_sparse"])
+    assert settings.device == device
+    assert settings.device_pool_pages == (None if device == "none" else 2**29 // (2 * 16 * 128 * 2))
