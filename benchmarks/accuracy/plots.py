@@ -24,6 +24,9 @@ from benchmarks.accuracy.rows import read_rows, row_key
 from benchmarks.accuracy.selections import FULL
 from benchmarks.accuracy.summaries import PERPLEXITY, summarise
 
+_CYCLE = 10  # colours of matplotlib's own cycle
+_EXCESS_TICKS = (-20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100)  # %
+
 Summary = dict[str, Any]
 Curve = list[tuple[str, float, float, str]]
 """Selection, KV bytes read, what it reached, and what it runs on."""
@@ -70,12 +73,44 @@ def curve(summaries: Sequence[Summary], column: str) -> Curve:
     return points
 
 
+def family_of(selection: str) -> tuple[str, str]:
+    """A selection's family and what tells it from others of it, as the plots name them.
+
+    `codes2-5%` is of "codes2, top-k", `codes2-0.95` of "codes2, threshold", `full` a family by itself.
+    """
+    family, _, parameter = selection.rpartition("-")
+    if not family:
+        return selection, ""
+    kind = ", threshold" if parameter.startswith("0.") else ", top-k" if parameter.endswith("%") else ""
+    return family + kind, parameter
+
+
 def draw_curve(axes: Axes, points: Curve, label: str) -> None:
-    """What was reached against the KV bytes read: hollow where the reference ran."""
-    for selection, read, reached, runs_on in points:
-        colour = "tab:blue" if runs_on == "shipped" else "white"
-        axes.scatter([100 * read], [reached], color=colour, edgecolor="tab:blue" if runs_on == "shipped" else "tab:red")
-        axes.annotate(selection, (100 * read, reached), textcoords="offset points", xytext=(4, 3), fontsize=7)
+    """What was reached against the KV bytes read, a line a family: hollow where the reference ran."""
+    families: dict[str, Curve] = {}
+    for point in points:
+        families.setdefault(family_of(point[0])[0], []).append(point)
+    for colour, (family, members) in enumerate(families.items()):
+        members.sort(key=lambda point: point[1])
+        (line,) = axes.plot(
+            [100 * read for _, read, _, _ in members],
+            [reached for _, _, reached, _ in members],
+            marker="o",
+            markersize=5,
+            linewidth=1,
+            color=f"C{colour}" if len(families) <= _CYCLE else mpl.colormaps["tab20"](colour % 20),
+            markerfacecolor="white" if members[0][3] != "shipped" else None,
+            label=family,
+        )
+        for selection, read, reached, _ in members:
+            axes.annotate(
+                family_of(selection)[1],
+                (100 * read, reached),
+                textcoords="offset points",
+                xytext=(4, 4),
+                fontsize=6,
+                color=line.get_color(),
+            )
     axes.set_xlabel("KV bytes read, % (summaries included; hollow: reference, not the shipped kernels)")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
@@ -86,14 +121,23 @@ def accuracy_figures(summaries: Sequence[Summary]) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     for measure, tokens in dict.fromkeys((row["measure"], row["tokens"]) for row in summaries):
         group = [row for row in summaries if (row["measure"], row["tokens"]) == (measure, tokens)]
-        columns = {PERPLEXITY: "perplexity, × full attention's"}
+        columns = {PERPLEXITY: "perplexity above full attention's, % (linear below 1 %)"}
         if measure != PERPLEXITY:
             columns = {"score": "mean score, 0 to 1", "top1_agreement": "top-1 agreement with full attention's answer"}
         figure, panels = plt.subplots(
-            1, len(columns), figsize=(6.5 * len(columns), 4.5), squeeze=False, layout="constrained"
+            1, len(columns), figsize=(6.5 * len(columns) + 1.5, 4.5), squeeze=False, layout="constrained"
         )
         for axes, (column, label) in zip(panels[0], columns.items(), strict=True):
-            draw_curve(axes, curve(group, column), label)
+            points = curve(group, column)
+            if column == PERPLEXITY:
+                points = [(name, read, 100 * (ratio - 1), runs_on) for name, read, ratio, runs_on in points]
+                axes.set_yscale("symlog", linthresh=1)
+            draw_curve(axes, points, label)
+            if column == PERPLEXITY:
+                low, high = axes.get_ylim()
+                ticks = [tick for tick in _EXCESS_TICKS if low <= tick <= high]
+                axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        panels[0, -1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
         figure.suptitle(f"{measure}, {tokens} tokens")
         figures[f"accuracy-{measure}-{tokens}"] = figure
     return figures

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy.plots import accuracy_figures, curve, head_figures, load
+from benchmarks.accuracy.plots import accuracy_figures, curve, family_of, head_figures, load
 from benchmarks.accuracy.summaries import summarise, table
 
 
@@ -105,14 +105,28 @@ def test_rows_and_results_are_both_read(tmp_path: Path) -> None:
     assert curve(found[2:4], "perplexity")[1] == ("quest-2%", 0.2, 1.25, "shipped")
 
 
+@pytest.mark.parametrize(
+    ("selection", "family", "parameter"),
+    [
+        ("full", "full", ""),
+        ("codes2-5%", "codes2, top-k", "5%"),
+        ("psa-codes2-0.95", "psa-codes2, threshold", "0.95"),
+        ("fluxion-codes2-16", "fluxion-codes2", "16"),
+    ],
+)
+def test_selections_that_differ_by_one_number_are_a_family(selection: str, family: str, parameter: str) -> None:
+    assert family_of(selection) == (family, parameter)
+
+
 def test_there_is_a_figure_for_what_was_measured_and_none_for_what_was_not() -> None:
     heads = {"kept": [[0.5, 0.25]], "pages_read": [[0.1, 0.2]], "output_error": [[0.0, 0.1]]}
     agreed = {"score": 0.5, "top1_agreement": 0.5, "bytes_read": 0.5}
     summaries = summarise([row("vt", "quest-2%", **agreed, by_head=heads), *perplexity_rows()])
     accuracy = accuracy_figures(summaries)
     assert list(accuracy) == ["accuracy-RULER-like-1024", "accuracy-perplexity-1024"]
-    texts = [text.get_text() for text in accuracy["accuracy-perplexity-1024"].axes[0].texts]
-    assert texts == ["full", "quest-2%"]
+    axes = accuracy["accuracy-perplexity-1024"].axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["full", "quest, top-k"]
+    assert [text.get_text() for text in axes.texts] == ["", "2%"]
     by_head = head_figures(summaries)
     assert list(by_head) == ["kept-mass-RULER-like-1024", "pages-read-RULER-like-1024"]
     drawn = by_head["pages-read-RULER-like-1024"].axes[0].images[0].get_array()
