@@ -18,7 +18,7 @@ def attribute_unread(
     outputs of the first two, and o = (r o_r + m o_m) / (r + m) that of everything read:
     (r o_r + m o_m + u (share o_m + (1 - share) o)) / (r + m + u).
     That an unread candidate is more like those read than like the sink or the latest tokens is our own observation
-    (docs/CHOOSING.md); the papers leave the whole of it out, a share of 0. SparQ Attention (Ribar et al. 2024) gives it
+    (docs/ACCURACY.md); the papers leave the whole of it out, a share of 0. SparQ Attention (Ribar et al. 2024) gives it
     to the mean of all values instead.
 
     out, retained_out   [..., head_dim]   floating point, normalised: of everything read, and of the retained set alone
