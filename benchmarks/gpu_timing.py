@@ -37,6 +37,7 @@ from benchmarks.gpu_timing_rows import (
     together,
 )
 from benchmarks.report import save
+from benchmarks.serving.backends import FILLING_CONNECTOR
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 SIDES: dict[str, dict[str, Any] | None] = {
@@ -53,7 +54,6 @@ DEFAULT_CASES = "8Kx1,8Kx32,32Kx4,128Kx1,128Kx4"
 BF16_BYTES = 2
 _SHOWN_LINES = 40  # of the log of a side that failed
 _SPARE = 1.15  # summaries and blocks begun, of the KV bytes
-_FILL = {"fill_mean": 0.0, "fill_std": 1.0, "startup_fill": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,7 @@ def engine_arguments(options: argparse.Namespace, cases: Sequence[Case]) -> Json
     if options.model is None:
         arguments["load_format"] = "dummy"
     if not options.computed:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "DecodeBenchConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": _FILL,
-        }
+        arguments["kv_transfer_config"] = FILLING_CONNECTOR
     return arguments
 
 
@@ -142,7 +138,6 @@ def write_config(folder: Path, layers: int, hidden: int) -> None:
         max_position_embeddings=131072,
         tie_word_embeddings=False,
         architectures=["LlamaForCausalLM"],
-        torch_dtype="bfloat16",
     ).save_pretrained(folder)
 
 

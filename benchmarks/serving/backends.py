@@ -11,7 +11,16 @@ START_TIMEOUT_S = 900  # the first start compiles
 DTYPES = {"bfloat16": 2, "float32": 4}  # bytes a number
 _KV_PER_TOKEN = 2 * 30 * 3 * 64  # numbers, SmolLM2-135M: K and V, 30 layers, 3 heads of 64
 _SPARE = 1.15  # summaries and partly filled blocks
-_FILL = {"fill_mean": 0.0, "fill_std": 1.0, "startup_fill": True}  # 0 deviation would make all pages alike
+FILLING_CONNECTOR = {
+    "kv_connector": "DecodeBenchConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "fill_mean": 0.0,
+        "fill_std": 1.0,
+        "startup_fill": True,
+    },  # 0 would make all pages alike
+}
+"""The KV connector of vLLM that fills the KV cache, once, instead of computing prompts."""
 
 
 def thread_env(threads: str) -> dict[str, str]:
@@ -36,8 +45,7 @@ def serve_args(model_tokens: int, cached_tokens: int, filled: bool, dtype: str =
         f"--kv-cache-memory-bytes={int(cached_tokens * _KV_PER_TOKEN * DTYPES[dtype] * _SPARE)}",
     ]
     if filled:
-        connector = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both", "kv_connector_extra_config": _FILL}
-        args.append(f"--kv-transfer-config={json.dumps(connector)}")
+        args.append(f"--kv-transfer-config={json.dumps(FILLING_CONNECTOR)}")
     return args
 
 
