@@ -1,7 +1,9 @@
 """`hybrid-sparse bench` from its options to its report, on small servers in this process."""
 
+import io
 import json
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -96,11 +98,11 @@ def test_capacity_is_searched_and_every_try_reported(tmp_path: Path) -> None:
 
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"prompt": "a b", "max_tokens": 3}\n{"prompt": "overflow", "max_tokens": 3}\n')
-    options = ("--capacity", "psa", "--first-rate", "400", "--tries", "2", "--warm-up", "1", "--iteration-ms", "10")
+    options = ("--capacity", "psa", "--first-rate", "80000", "--tries", "2", "--warm-up", "1", "--iteration-ms", "10")
     with serving(answer) as server:
         assert bench("--url", server.url, "--trace", str(trace), *options, "--out", str(tmp_path / "r")) == 0
     (found,) = report(tmp_path / "r")["capacity"]["servers"]
-    assert [one["rate"] for one in found["tries"]] == [400.0, 200.0, 100.0, 50.0]
+    assert [one["rate"] for one in found["tries"]] == [8e4, 4e4, 2e4, 1e4]
     for one in found["tries"]:
         assert "1 of 2 requests not answered" in one["broken"]["strict"]
     assert found["capacity"]["strict"]["holds_per_s"] is None
@@ -214,6 +216,68 @@ def test_an_interruption_writes_what_was_measured(tmp_path: Path) -> None:
     assert figures["not_sent"] == 2
 
 
+class Gone(io.StringIO):
+    """What is written to when nobody reads any more."""
+
+    def write(self, _text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_an_interruption_that_ends_the_reader_of_its_output_too_writes_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C goes to a `tee` behind it as well."""
+
+    def interrupt() -> None:
+        monkeypatch.setattr("sys.stderr", Gone())
+        monkeypatch.setattr("sys.stdout", Gone())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def answer(server: FakeServer, body: dict[str, Any]) -> Reply:
+        stays = "stay" in body["prompt"]
+        return Reply([token("a")], then="hang", before=interrupt) if stays else answer_in_full(server, body)
+
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": "a", "max_tokens": 3}\n{"prompt": "stay with me", "max_tokens": 3}\n')
+    with serving(answer) as server:
+        options = ("--trace", str(trace), "--clients", "1", "--warm-up", "1", "--out", str(tmp_path / "r"))
+        assert bench("--url", server.url, *options) == 130
+    assert report(tmp_path / "r")["servers"][0]["figures"]["outcomes"] == {"ok": 1, "aborted": 1}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "said"),
+    [
+        (("--out", "day"), "out={}/day.json: must be another file than the one that is read there"),
+        (("--save-trace", "day.json"), "save-trace={}/day.json: must be another file than the one that is read there"),
+        (("--save-trace", "r.html"), "out={}/r.html: must be another file than the one that is written there"),
+    ],
+)
+def test_no_output_takes_the_place_of_another_file(
+    outputs: tuple[str, str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "day.json"
+    trace.write_text('{"prompt": "a", "max_tokens": 1}\n')
+    option, name = outputs
+    given = {"--out": str(tmp_path / "r"), option: str(tmp_path / name)}
+    pairs = [part for pair in given.items() for part in pair]
+    assert bench("--url", URL, "--trace", str(trace), "--rate", "1", *pairs) == 1
+    assert said.format(tmp_path) in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [trace]
+
+
+def test_as_many_connections_are_allowed_as_the_machine_lets_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: asked.append((which, limits)))
+    with serving() as server:
+        options = ("--requests", "1", "--output-tokens", "2", "--clients", "1", "--out", str(tmp_path / "r"))
+        assert bench("--url", server.url, *PROSE, *options) == 0
+    assert asked == [(resource.RLIMIT_NOFILE, (4096, 4096))]
+
+
 PROSE = ("--prose", "50")
 
 
@@ -292,9 +356,11 @@ def test_a_server_that_is_not_there_or_refuses_is_named(tmp_path: Path, capsys: 
     with serving(lambda _server, _body: Reply([b"no key"], status=401)) as server:
         assert bench("--url", server.url, *PROSE, "--rate", "1", *out) == 1
     assert "HTTP 401: no key" in capsys.readouterr().err
-    with serving() as server:
+    with serving(lambda _server, _body: Reply([b"no such model"], status=404)) as server:
         assert bench("--url", server.url, *PROSE, "--rate", "1", "--model", "other", *out) == 1
-    assert "model=other: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "lists tiny; model other is asked for all the same" in said
+    assert "HTTP 404: no such model" in said
 
 
 def test_more_requests_than_the_trace_has_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ class Reply:
     status: int = 200
     then: str = "end"  # or `hang` until the client goes, or `break` off
     before: Callable[[], None] = lambda: None
+    headers: dict[str, str] = field(default_factory=dict)  # of a status other than 200
 
 
 Answer = Callable[["FakeServer", dict[str, Any]], Reply]
@@ -98,7 +99,7 @@ class FakeServer:
         reply = self._answer(self, body)
         reply.before()
         if reply.status != 200:
-            return web.Response(status=reply.status, body=b"".join(reply.pieces))
+            return web.Response(status=reply.status, body=b"".join(reply.pieces), headers=reply.headers)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:

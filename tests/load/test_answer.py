@@ -137,6 +137,17 @@ def test_an_answer_that_the_server_broke_off_is_no_answer(reason: str) -> None:
         read(token("a"), token("", reason), DONE)
 
 
+def test_a_usage_that_opens_an_answer_and_does_not_grow_is_not_taken_for_one_of_each_chunk() -> None:
+    opening = {"prompt_tokens": 7, "completion_tokens": 1}
+    answer = read(token("a", usage=opening), token("b"), token("c", "stop"), DONE)
+    assert (answer.tokens, len(answer.arrivals), answer.counted) == (3, 3, Counted.CHUNKS)
+    told = read(
+        token("a", usage=opening), token("b"), token("", "stop", usage=opening | {"completion_tokens": 5}), DONE
+    )
+    assert (told.tokens, told.counted) == (5, Counted.TOTAL)
+    assert len(told.arrivals) == 2
+
+
 def test_halves_of_a_character_are_put_together_and_a_lone_one_replaced() -> None:
     whole = read(token("a\ud83d"), token("\ude00b", "stop"), DONE).text
     assert whole == "a\U0001f600b"

@@ -16,7 +16,7 @@ from vllm_hybrid_sparse.load.exchange import Outcome
 from vllm_hybrid_sparse.load.figures import figures
 from vllm_hybrid_sparse.load.queueing import Unloaded
 from vllm_hybrid_sparse.load.runner import Run
-from vllm_hybrid_sparse.load.search import Capacity, search_in_turns, whatever_the_rate
+from vllm_hybrid_sparse.load.search import Capacity, never_known, search_in_turns, whatever_the_rate
 from vllm_hybrid_sparse.load.turns import Load, Results
 
 
@@ -132,9 +132,6 @@ def test_too_few_requests_to_show_a_rate_are_said_to_be(searched: list[Capacity]
     assert not any(small.too_short(slo) for slo in SLOS)
     (few,) = search_on(ModelSide("large", slots=12), count=8)
     assert few.too_short(SLOS[1])
-    (none,) = search_on(ModelSide("side"), tries=1)
-    assert none.bracket(SLOS[0]) == (1.0, None)
-    assert none.too_short(SLOS[0])
 
 
 def test_every_try_is_kept_with_its_run_and_shared_by_the_limits() -> None:
@@ -167,10 +164,29 @@ def test_tries_of_a_given_time_send_as_many_requests_as_come_in_it() -> None:
 
 
 def test_a_server_that_refuses_holds_at_no_rate() -> None:
-    (one,) = search_on(ModelSide("side", refused_from=REQUESTS - 1), tries=3)
+    (one,) = search_on(ModelSide("side", refused_from=REQUESTS - 1), tries=3, first=50.0)
     assert len(one.tries) == 6
     for slo in SLOS:
         assert one.bracket(slo)[0] is None
+
+
+def test_no_slower_rate_is_tried_where_requests_hardly_meet() -> None:
+    """They take 0.7 s each: fourteen of them a hundred seconds."""
+    (one,) = search_on(ModelSide("side", refused_from=REQUESTS - 1))
+    assert [a_try.rate for a_try in one.tries] == [0.5, 0.25, 0.125]
+    assert [a_try.busy < 0.1 for a_try in one.tries] == [False, False, True]
+    assert one.ended is None  # another limit might hold: here none does
+
+
+def test_the_search_ends_where_a_server_does_not_show_what_is_judged() -> None:
+    side = ModelSide("side")
+    side.unloaded = Unloaded((), 0.01)
+    (one,) = search_on(side)
+    assert len(one.tries) == 1
+    assert str(one.ended).startswith("the server tells neither its queueing delays")
+    single = record_of([(0.5, 1)], prompt_tokens=100)
+    seen = figures([Run((single,), 1, 4.0, False)], None, Unloaded(((100, 0.5),), None))
+    assert str(never_known(seen)).startswith("no answer has two tokens")
 
 
 @pytest.mark.parametrize(

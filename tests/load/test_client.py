@@ -111,6 +111,15 @@ def test_a_busy_server_is_asked_again_and_every_attempt_kept() -> None:
     assert record.ttft_s > begun[-1]  # the time of the attempts before counts
 
 
+@pytest.mark.parametrize(("asked", "sendings"), [("0", 2), ("soon", 2), ("9", 1)])
+def test_a_server_is_not_asked_again_before_the_time_it_names(asked: str, sendings: int) -> None:
+    """Nine seconds are more than there is time for."""
+    with serving(replying(Reply(status=503, headers={"Retry-After": asked}), WHOLE)) as server:
+        record = ask(server.url, retries=1, timeout_s=5.0)
+    assert record.sendings == sendings
+    assert record.ok is (sendings == 2)
+
+
 def test_attempts_end_at_their_number() -> None:
     with serving(replying(Reply(status=503))) as server:
         record = ask(server.url, retries=2)

@@ -1,6 +1,7 @@
 """The report: JSON from which the figures can be taken again, and a page that needs nothing but itself."""
 
 import asyncio
+import copy
 import itertools
 import json
 import re
@@ -18,7 +19,7 @@ from vllm_hybrid_sparse.load.page import page
 from vllm_hybrid_sparse.load.percentiles import percentile
 from vllm_hybrid_sparse.load.report import document, without_places, write_json
 from vllm_hybrid_sparse.load.search import search_in_turns
-from vllm_hybrid_sparse.load.summary import TOO_SHORT, summary
+from vllm_hybrid_sparse.load.summary import summary
 from vllm_hybrid_sparse.load.turns import Load, Results, rounds
 
 LOAD = Load(requests=tuple(simple_requests(8, max_tokens=6)), salt="s", prime=False)
@@ -114,8 +115,33 @@ def test_capacity_lists_every_try_and_what_was_found(searched: dict[str, Any]) -
         assert all(set(one["broken"]) == {"strict", "relaxed"} for one in server["tries"])
     assert found["servers"][0]["capacity"]["relaxed"]["of_reference"] in (None, 1.0)
     assert "relaxed" in summary(searched)
-    assert TOO_SHORT in summary(searched)  # eight requests
-    assert TOO_SHORT in page(searched)
+    for shown in (summary(searched), page(searched)):
+        assert "too few requests to show that this rate is sustained" in shown  # there are eight
+        assert "ours: queueing delay from estimate: time to first token less" in shown
+
+
+def test_capacity_says_why_requests_failed_and_what_was_not_found(searched: dict[str, Any]) -> None:
+    report = copy.deepcopy(searched)
+    report["servers"][1]["runs"][0]["figures"]["reasons"] = {"refused: HTTP 500: no": 3, "failed: broke off": 1}
+    found = report["capacity"]["servers"][1]["capacity"]
+    found["strict"] = {"holds_per_s": None, "fails_per_s": 1.0, "of_reference": None, "too_short": False}
+    found["relaxed"] = {"holds_per_s": 2.0, "fails_per_s": None, "of_reference": None, "too_short": False}
+    text = page(report)
+    assert "3 × refused: HTTP 500: no; 1 others" in text
+    assert "at no tried rate" in text
+    unfailed = "no tried rate failed: a higher one may hold, too"
+    for server in report["capacity"]["servers"][:1]:
+        server["capacity"] = dict.fromkeys(server["capacity"], found["strict"])
+    for shown in (page(report), summary(report)):
+        assert shown.count(unfailed) == 1  # of ours, relaxed
+
+
+def test_a_client_that_sends_late_is_told_of(compared: dict[str, Any]) -> None:
+    report = copy.deepcopy(compared)
+    assert not any("overloaded" in shown for shown in (page(report), summary(report)))
+    report["servers"][0]["runs"][0]["figures"]["lag_s"]["p99"] = 0.3
+    assert "the client is overloaded: P99 of sending late is 0.30 s" in page(report)
+    assert "stock <b>: the client is overloaded: P99 of sending late is 0.30 s" in summary(report)
 
 
 def test_no_place_of_a_machine_is_in_a_report(compared: dict[str, Any]) -> None:

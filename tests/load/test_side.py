@@ -29,10 +29,11 @@ def with_side(url: str, work: Callable[[Side], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
-def model_of(url: str, model: str | None) -> str:
+def model_of(url: str, model: str | None, said: list[str] | None = None) -> str:
     async def run() -> str:
         async with new_session() as session:
-            return await served_model(session, Address.parse("url", url), model, None)
+            say = (said if said is not None else []).append
+            return await served_model(session, Address.parse("url", url), model, None, say=say)
 
     return asyncio.run(run())
 
@@ -41,17 +42,37 @@ def test_the_only_model_need_not_be_named() -> None:
     with serving() as server:
         assert model_of(server.url, None) == "tiny"
         assert model_of(server.url, "tiny") == "tiny"
-        with pytest.raises(ConfigError, match=r"^model=other: .* serves tiny"):
-            model_of(server.url, "other")
         server.models = {"data": [{"id": "a"}, {"id": "b"}]}
         with pytest.raises(ConfigError, match="serves a, b; name one"):
             model_of(server.url, None)
 
 
+@pytest.mark.parametrize(
+    ("models", "status", "why"),
+    [
+        ({"data": [{"id": "tiny"}]}, 200, "lists tiny"),
+        ({"data": []}, 200, "lists no models"),
+        ({}, 404, "answers HTTP 404 to GET /v1/models"),
+        ("<html>", 200, "something else than a list of models"),
+    ],
+)
+def test_a_model_that_is_named_need_not_be_listed(models: object, status: int, why: str) -> None:
+    """Proxies list patterns, and some servers list nothing."""
+    said: list[str] = []
+    with serving() as server:
+        server.models, server.models_status = models, status
+        assert model_of(server.url, "other", said) == "other"
+    (line,) = said
+    assert why in line
+    assert line.endswith("; model other is asked for all the same")
+
+
 def test_a_server_that_is_none_is_named_with_what_it_did() -> None:
     with serving() as server:
         server.models_status = 401
-        with pytest.raises(LoadError, match=r"^url=http://127.0.0.1:.*: answers HTTP 401 to GET /v1/models"):
+        with pytest.raises(
+            LoadError, match=r"^url=http://127.0.0.1:.*: answers HTTP 401 to GET /v1/models; name the model"
+        ):
             model_of(server.url, None)
         server.models_status = 200
         for answer in ("<html>", {"models": []}, {"data": [{"name": "a"}]}):

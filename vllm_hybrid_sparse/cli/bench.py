@@ -1,7 +1,9 @@
 """Load on one or more servers, by the options of the command line."""
 
 import asyncio
+import contextlib
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 
-from vllm_hybrid_sparse.cli.bench_options import BenchOptions
+from vllm_hybrid_sparse.cli.bench_options import BenchOptions, report_files
 from vllm_hybrid_sparse.cli.prose import prose
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.load.arrivals import ClosedLoop, Schedule, by_arrival, poisson, recorded
@@ -39,6 +41,7 @@ def run_bench(options: BenchOptions, command: Sequence[str]) -> int:
 
     A search for the capacity goes beyond it on purpose: there, failed requests do not make the status 1.
     """
+    _allow_many_connections()
     try:
         return asyncio.run(_Bench(options, command).measure())
     except asyncio.CancelledError:  # by a second interruption
@@ -51,7 +54,16 @@ def write_prose(words: int, seed: int) -> str:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Show progress, as long as somebody reads it: Ctrl-C ends a `tee` behind this command, too."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _allow_many_connections() -> None:
+    """Let this process have as many open sockets as it may: each request has its own, and 1024 is a usual limit."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Bench:
@@ -87,8 +99,8 @@ class _Bench:
             if self._stop.is_set() and task is not None:
                 task.cancel()  # not even the request that is under way is waited for
                 return
-            _say("bench: interrupted; again to end without a report")
             self._stop.set()
+            _say("bench: interrupted; again to end without a report")
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)
@@ -132,8 +144,8 @@ class _Bench:
 
     async def _find_out(self, session: aiohttp.ClientSession, number: int) -> Side:
         options, target = self._options, self._options.targets[number]
-        api_key = os.environ.get("OPENAI_API_KEY")
-        model = await served_model(session, target.address, options.model, api_key)
+        api_key = os.environ.get("OPENAI_API_KEY", "").strip() or None
+        model = await served_model(session, target.address, options.model, api_key, say=_say)
         side = Side(session, replace(target, model=model, api_key=api_key))
         await side.find_out(Request(prompt=write_prose(_SHORT_SAMPLE_WORDS, options.seed), max_tokens=2))
         return side
@@ -200,9 +212,10 @@ class _Bench:
     async def _search(self, load: Load) -> None:
         options, reference = self._options, self._all_results[0].side
         iteration_s = reference.unloaded.gap_s if options.iteration_ms is None else options.iteration_ms / 1e3
-        if iteration_s is None and not self._stop.is_set():
-            raise ConfigError("iteration-ms: could not be measured, as no answer had two tokens; give it")
-        self._slos = psa_slos(iteration_s) if iteration_s is not None else ()
+        if not iteration_s and not self._stop.is_set():
+            why = "no answer had two tokens" if iteration_s is None else "tokens arrive together"
+            raise ConfigError(f"iteration-ms: could not be measured, as {why}; give it")
+        self._slos = psa_slos(iteration_s) if iteration_s else ()
         self._searches = await search_in_turns(
             self._all_results,
             load,
@@ -229,10 +242,10 @@ class _Bench:
             interrupted=interrupted or broken_off,
             keep_text=options.keep_text,
         )
-        print(summary(content))
-        for path, write in ((_named(options.out, ".json"), write_json), (_named(options.out, ".html"), _write_page)):
+        for path, write in zip(report_files(options.out), (write_json, _write_page), strict=True):
             write(path, content)
-            print(f"written: {path}")
+        with contextlib.suppress(OSError):  # as in `_say`
+            print(summary(content), *(f"written: {path}" for path in report_files(options.out)), sep="\n", flush=True)
         if interrupted:
             return _INTERRUPTED
         failed = any(not results.figures().all_answered for results in self._all_results)
@@ -245,9 +258,3 @@ def _lines(text: str) -> list[str]:
 
 def _write_page(path: Path, content: dict[str, object]) -> None:
     path.write_text(page(content), encoding="utf-8")
-
-
-def _named(out: Path, suffix: str) -> Path:
-    """Return the file of a report; `out` may name either of them."""
-    stem = out.name.removesuffix(".json").removesuffix(".html")
-    return out.with_name(stem + suffix)

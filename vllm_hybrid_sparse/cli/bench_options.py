@@ -20,7 +20,7 @@ DESCRIPTION = """Put load on an OpenAI-compatible server and report what its cli
   hybrid-sparse bench --url http://127.0.0.1:8000 --documents *.txt --clients 4
   hybrid-sparse bench --url stock=http://127.0.0.1:8000 --vs ours=http://127.0.0.1:8001 --documents *.txt --capacity psa
 
-The API key, where the server asks for one, is taken from OPENAI_API_KEY. Ctrl-C ends the run and writes what was
+An API key in OPENAI_API_KEY goes to every server that is named. Ctrl-C ends the run and writes what was
 measured until then."""
 
 _MANY = "repeatable; requests of all sources are interleaved"
@@ -80,6 +80,7 @@ class BenchOptions:
             raise ConfigError(f"rounds={given.rounds}: must be 1 with capacity, which makes runs of its own")
         if given.iteration_ms is not None:
             psa_slos(given.iteration_ms / 1e3)  # refuses what is no time
+        _check_outputs(given)
         addresses = (Address.parse("url", given.url), *(Address.parse("vs", text) for text in given.vs))
         names = [address.name for address in addresses]
         if len(set(names)) < len(names):
@@ -124,11 +125,29 @@ class BenchOptions:
             salt=given.salt,
             warm_up=given.warm_up,
             goodput=None if given.goodput is None else Limits.parse("goodput", given.goodput),
-            out=writable("out", given.out),
-            save_trace=None if given.save_trace is None else writable("save-trace", given.save_trace),
+            out=given.out,
+            save_trace=given.save_trace,
             keep_text=given.keep_text,
             arguments={name: value for name, value in vars(given).items() if name != "command"},
         )
+
+
+def report_files(out: Path) -> tuple[Path, Path]:
+    """Return the JSON and the HTML file of a report; `out` may name either of them."""
+    stem = out.name.removesuffix(".json").removesuffix(".html")
+    return out.with_name(f"{stem}.json"), out.with_name(f"{stem}.html")
+
+
+def _check_outputs(given: argparse.Namespace) -> None:
+    """Refuse what cannot be written, or is a file that is read or written otherwise."""
+    writable("out", given.out)
+    taken = {path.resolve(): "read" for path in (*given.trace, *given.documents, given.questions) if path is not None}
+    outputs = [("out", path) for path in report_files(given.out)]
+    for option, path in [("save-trace", given.save_trace)] * (given.save_trace is not None) + outputs:
+        writable(option, path)
+        if use := taken.get(path.resolve()):
+            raise ConfigError(f"{option}={path}: must be another file than the one that is {use} there")
+        taken[path.resolve()] = "written"
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:

@@ -116,6 +116,8 @@ class Answer:
             self.finish_reason, self._closing_s = _whole(str(choice["finish_reason"])), now_s
         if text and self._usage_tokens == 0 and "token_ids" not in choice:
             self._each_chunk = False  # some servers send a usage of zeros until the end
+        if text and grown is None and self._each_chunk:
+            self._each_chunk, self._usage_tokens = False, None  # others one when they open the answer, and at its end
         if not self._each_chunk:
             held_back = not (closing or "role" in content)
             grown = int(bool(text or content.get("tool_calls")) or held_back)

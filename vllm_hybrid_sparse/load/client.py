@@ -47,18 +47,18 @@ class Client:
         wait_s = self.target.retry_wait_s
         for left in reversed(range(self.target.retries + 1)):
             exchange.begin_attempt(now())
-            outcome, reason, again = await self._attempt(body, exchange, now, deadline_s)
+            outcome, reason, again_s = await self._attempt(body, exchange, now, deadline_s)
             exchange.end_attempt(outcome, reason)
-            if not (again and left) or now() + wait_s >= deadline_s:
+            if again_s is None or not left or now() + max(wait_s, again_s) >= deadline_s:
                 break
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(max(wait_s, again_s))
             wait_s *= 2
         exchange.end(now())
 
     async def _attempt(
         self, body: bytes, exchange: Exchange, now: Clock, deadline_s: float
-    ) -> tuple[Outcome, str, bool]:
-        """Return how an attempt ended, why, and whether another one may do better."""
+    ) -> tuple[Outcome, str, float | None]:
+        """Return how an attempt ended, why, and in how many seconds at least another one may do better; None: never."""
         headers = {"Content-Type": "application/json", **self.target.headers}
         try:
             async with (
@@ -67,15 +67,22 @@ class Client:
             ):
                 if reply.status != 200:
                     text = " ".join((await reply.text(errors="replace")).split())[:_REASON_CHARACTERS]
-                    return Outcome.REFUSED, f"HTTP {reply.status}: {text}", reply.status in _RETRIED_STATUS
+                    again_s = _asked_to_wait_s(reply) if reply.status in _RETRIED_STATUS else None
+                    return Outcome.REFUSED, f"HTTP {reply.status}: {text}", again_s
                 async for piece in reply.content.iter_any():
                     exchange.answer.feed(piece, now())
                 exchange.answer.finish()
         except TimeoutError:
-            return Outcome.TIMEOUT, f"not answered within {self.target.timeout_s:g} s", False
+            return Outcome.TIMEOUT, f"not answered within {self.target.timeout_s:g} s", None
         except StreamError as error:
-            return Outcome.FAILED, str(error), False
+            return Outcome.FAILED, str(error), None
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
-            return Outcome.FAILED, reason, not exchange.answer.arrivals
-        return Outcome.OK, "", False
+            return Outcome.FAILED, reason, None if exchange.answer.arrivals else 0.0
+        return Outcome.OK, "", None
+
+
+def _asked_to_wait_s(reply: aiohttp.ClientResponse) -> float:
+    """Return the seconds of `Retry-After`; 0 where there is none, or where it is a date."""
+    asked = reply.headers.get("Retry-After", "").strip()
+    return float(asked) if asked.isascii() and asked.isdigit() else 0.0

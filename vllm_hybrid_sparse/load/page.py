@@ -7,11 +7,10 @@ from typing import Any
 
 from vllm_hybrid_sparse.load.percentiles import percentile
 from vllm_hybrid_sparse.load.style import STYLE
-from vllm_hybrid_sparse.load.summary import TOO_SHORT
+from vllm_hybrid_sparse.load.summary import capacity_notes, queueing_sources, sent_late
 from vllm_hybrid_sparse.load.svg import Chart, Series, cumulative, draw
 
 _WINDOWS = 30  # of the time between tokens over time
-_LATE_S = 0.05  # more is told: latencies are measured from when a request was sent, not from when it was due
 _TIMES = (
     ("time to first token, ms", "ttft_s", 1e3),
     ("time between tokens, ms", "tbt_s", 1e3),
@@ -54,7 +53,6 @@ def _warnings(report: Json) -> Iterator[str]:
         lost = sum(figures["planned"] - figures["outcomes"].get("ok", 0) for figures in every)
         retries = sum(figures["retries"] for figures in every)
         short = sum(figures["short_answers"] for figures in every)
-        late_s = max((figures["lag_s"]["p99"] or 0.0 for figures in every), default=0.0)
         name = escape(server["name"])
         if lost:
             yield f'<p class="warn">{name}: {lost} requests were not answered.</p>'
@@ -62,8 +60,8 @@ def _warnings(report: Json) -> Iterator[str]:
             yield f'<p class="warn">{name}: {retries} times a request was sent again.</p>'
         if short:
             yield f'<p class="warn">{name}: {short} answers are shorter than asked for.</p>'
-        if late_s > _LATE_S:
-            yield f'<p class="warn">{name}: the client is overloaded: P99 of sending late is {late_s:.2f} s.</p>'
+        if late := sent_late(server):
+            yield f'<p class="warn">{name}: {escape(late)}.</p>'
 
 
 def _server(server: Json) -> str:
@@ -146,8 +144,8 @@ def _capacity(report: Json) -> Iterator[str]:
     yield _table(("server", "limit", "P99 limit, ms", "holds, requests/s", "fails, requests/s", "of reference"), rows)
     for server in found["servers"]:
         for name, seen in server["capacity"].items():
-            if seen["too_short"]:
-                yield f'<p class="warn">{escape(server["name"])}, {escape(name)}: {TOO_SHORT}.</p>'
+            for note in capacity_notes(seen):
+                yield f'<p class="warn">{escape(server["name"])}, {escape(name)}: {escape(note)}.</p>'
         if server["ended"]:
             yield f'<p class="warn">{escape(server["name"])}: the search ended: {escape(server["ended"])}.</p>'
     series, levels = [], [(f"{limit['name']} limit", limit["p99_tbt_s"] * 1e3) for limit in found["limits"]]
@@ -163,7 +161,8 @@ def _capacity(report: Json) -> Iterator[str]:
             verdict = "; ".join(f"{name}: {', '.join(broken) or 'holds'}" for name, broken in one["broken"].items())
             rows.append(
                 [server["name"], f"{one['rate']:.3g}", _times(p99_s, 1e3), _times(seen["queueing"]["p50_s"], 1.0),
-                 _times(seen["ttft_s"]["p99"], 1.0), f"{seen['output_tokens_per_s']:.4g}", verdict]
+                 _times(seen["ttft_s"]["p99"], 1.0), f"{seen['output_tokens_per_s']:.4g}", verdict,
+                 _commonest(seen["reasons"])]
             )  # fmt: skip
         series += [
             Series(server["name"], points),
@@ -174,8 +173,29 @@ def _capacity(report: Json) -> Iterator[str]:
         + "</div>"
     )
     yield _table(
-        ("server", "requests/s", "P99 tbt, ms", "P50 queueing, s", "P99 ttft, s", "output tokens/s", "limits"), rows
+        (
+            "server",
+            "requests/s",
+            "P99 tbt, ms",
+            "P50 queueing, s",
+            "P99 ttft, s",
+            "output tokens/s",
+            "limits",
+            "attempts that did not end well",
+        ),
+        rows,
     )
+    for server in report["servers"]:
+        yield f"<p>{escape(server['name'])}: queueing delay from {escape(queueing_sources(server))}.</p>"
+
+
+def _commonest(reasons: dict[str, int]) -> str:
+    """Return why most attempts failed, and how many others did."""
+    if not reasons:
+        return "–"
+    reason, count = max(reasons.items(), key=lambda item: item[1])
+    others = sum(reasons.values()) - count
+    return f"{count} × {reason}" + (f"; {others} others" if others else "")
 
 
 def _charts(report: Json) -> Iterator[str]:
@@ -263,5 +283,7 @@ def _times(value: float | None, by: float) -> str:
 
 
 def _found(seen: Json) -> list[str]:
-    rates = ["none tried" if rate is None else f"{rate:.3g}" for rate in (seen["holds_per_s"], seen["fails_per_s"])]
+    rates = [
+        "at no tried rate" if rate is None else f"{rate:.3g}" for rate in (seen["holds_per_s"], seen["fails_per_s"])
+    ]
     return [*rates, "–" if seen["of_reference"] is None else f"{seen['of_reference']:.2f}"]

@@ -13,6 +13,7 @@ from vllm_hybrid_sparse.load.side import LoadError, Say
 from vllm_hybrid_sparse.load.turns import Load, Results, in_turn, run_once
 
 _LEAST_SPAN = 5.0  # times the median end-to-end latency, for which requests should keep coming
+_LEAST_BUSY = 0.1  # requests under way on average, below which a slower rate is no other load
 _REFUSED_AS_SUCH = re.compile(r"HTTP 4(?!08|25|29)\d\d")  # but for those that ask to come again
 
 
@@ -23,6 +24,7 @@ class Try:
     rate: float
     run: str
     seen: Figures
+    busy: float  # requests under way, on average while they came
 
 
 @dataclass(slots=True)
@@ -45,11 +47,9 @@ class Capacity:
     def too_short(self, slo: Slo) -> bool:
         """Return whether requests came for too short a time to show that the highest rate that holds is sustained.
 
-        A queue grows with time: a few requests are soon answered at any rate. True too where no tried rate failed.
+        A queue grows with time: a few requests are soon answered at any rate.
         """
-        holds, fails = self.bracket(slo)
-        if fails is None:
-            return True
+        holds, _fails = self.bracket(slo)
         for one in self.tries:
             if one.rate == holds:
                 span_s = one.seen.planned / one.rate
@@ -65,9 +65,15 @@ class Capacity:
         """Return the next rate to try and for which limit; None where nothing is left to find out."""
         for slo in slos if self.ended is None else ():
             rate = search.next_rate(self.verdicts(slo))
-            if rate is not None and self.spent.get(slo.name, 0) < search.tries:
+            if rate is not None and self.spent.get(slo.name, 0) < search.tries and not self.fails_alone(slo):
                 return slo, rate
         return None
+
+    def fails_alone(self, slo: Slo) -> bool:
+        """Return whether no rate holds and one fails at which requests hardly meet: a slower one would fail, too."""
+        return self.bracket(slo)[0] is None and any(
+            one.busy < _LEAST_BUSY and slo.broken(one.seen) for one in self.tries
+        )
 
 
 def whatever_the_rate(records: Sequence[Record]) -> str | None:
@@ -80,6 +86,17 @@ def whatever_the_rate(records: Sequence[Record]) -> str | None:
         return f"{len(refused)} of {len(records)} requests are refused at any rate: {refused[0].reason}"
     if records and not any(one.outcome in (Outcome.OK, Outcome.TIMEOUT) for one in records):
         return f"the server answers nothing: {records[-1].reason}"
+    return None
+
+
+def never_known(seen: Figures) -> str | None:
+    """Return what answered requests do not show at any rate, in words; None where they show all that is judged."""
+    if not seen.outcomes.get(Outcome.OK.value):
+        return None
+    if seen.tbt_s.p99 is None:
+        return "no answer has two tokens that came apart: there is no time between tokens to judge"
+    if seen.queueing.p50_s is None:
+        return "the server tells neither its queueing delays nor how long a prompt is, of which they could be estimated"
     return None
 
 
@@ -126,11 +143,14 @@ async def search_in_turns(
             if measured.run.interrupted and stop.is_set():
                 break  # not the server's doing: the run is kept, but judges nothing
             one.spent[slo.name] = one.spent.get(slo.name, 0) + 1
-            one.tries.append(Try(rate, name, results.figures(names=[name])))
+            records, seen = measured.run.records, results.figures(names=[name])
+            busy = rate * sum(record.ended_s for record in records) / len(records)
+            one.tries.append(Try(rate, name, seen, busy))
             for each in slos:
-                broken = each.broken(one.tries[-1].seen)
-                say(f"{results.side.name}: {rate:.3g} requests/s {each.name}: {'; '.join(broken) or 'holds'}")
-            if why := whatever_the_rate(measured.run.records):
+                broken = "; ".join(each.broken(seen))
+                alone = ", though requests hardly meet: no slower rate is tried" if one.fails_alone(each) else ""
+                say(f"{results.side.name}: {rate:.3g} requests/s {each.name}: {broken + alone if broken else 'holds'}")
+            if why := whatever_the_rate(records) or never_known(seen):
                 one.end(why, say)
         turn += 1
     return searches

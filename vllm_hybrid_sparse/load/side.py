@@ -39,33 +39,51 @@ class Measured:
     begun: float  # seconds since 1970
 
 
-async def served_model(session: aiohttp.ClientSession, address: Address, model: str | None, api_key: str | None) -> str:
-    """Return the model to ask for: `model` if the server has it, or the only one that it has.
+async def served_model(
+    session: aiohttp.ClientSession, address: Address, model: str | None, api_key: str | None, *, say: Say
+) -> str:
+    """Return the model to ask for: `model`, or the only one that the server has.
 
-    Raises LoadError where the server does not answer as an OpenAI-compatible one, ConfigError for a model it lacks.
+    A model that is named but not listed is asked for all the same, since not every server lists what it answers to:
+    `say` is told. Raises LoadError where the server cannot be reached, or does not list models and none is named;
+    ConfigError where one must be named.
     """
+    try:
+        served = await _served_models(session, address, api_key)
+    except _NoListError as error:
+        if model is None:
+            raise LoadError(f"{error}; name the model") from error
+        say(f"{error}; model {model} is asked for all the same")
+        return model
+    if model is None:
+        if len(served) == 1:
+            return served[0]
+        raise ConfigError(f"model: {address.root} serves {', '.join(served) or 'none'}; name one")
+    if model not in served:
+        say(f"url={address.root}: lists {', '.join(served) or 'no models'}; model {model} is asked for all the same")
+    return model
+
+
+class _NoListError(Exception):
+    """A server that answers GET /v1/models with something else than models."""
+
+
+async def _served_models(session: aiohttp.ClientSession, address: Address, api_key: str | None) -> list[str]:
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     url = f"{address.root}/v1/models"
     try:
         async with asyncio.timeout(_ASK_TIMEOUT_S), session.get(url, headers=headers) as reply:
             if reply.status != 200:
-                raise LoadError(f"url={address.root}: answers HTTP {reply.status} to GET /v1/models")
-            served = _model_names(await reply.json(content_type=None))
+                raise _NoListError(f"url={address.root}: answers HTTP {reply.status} to GET /v1/models")
+            return _model_names(await reply.json(content_type=None))
     except TimeoutError as error:
         raise LoadError(f"url={address.root}: did not answer within {_ASK_TIMEOUT_S:g} s") from error
     except (aiohttp.ClientError, OSError) as error:
         raise LoadError(f"url={address.root}: cannot be reached ({error})") from error
     except ValueError as error:
-        raise LoadError(
+        raise _NoListError(
             f"url={address.root}: answers GET /v1/models with something else than a list of models"
         ) from error
-    if model is None and len(served) == 1:
-        return served[0]
-    if model is None:
-        raise ConfigError(f"model: {address.root} serves {', '.join(served) or 'none'}; name one")
-    if model not in served:
-        raise ConfigError(f"model={model}: {address.root} serves {', '.join(served) or 'none'}")
-    return model
 
 
 def _model_names(answer: Any) -> list[str]:

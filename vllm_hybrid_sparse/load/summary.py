@@ -13,7 +13,7 @@ _TIMES = (
 )
 
 
-TOO_SHORT = "too few requests to show that this rate is sustained: the queue had no time to grow"
+_LATE_S = 0.05  # more is told: latencies are measured from when a request was sent, not from when it was due
 
 
 def summary(report: Json) -> str:
@@ -27,7 +27,28 @@ def summary(report: Json) -> str:
         lines.append(f"{name} against {report['servers'][0]['name']} (above 1 is better): {found}")
     if report["capacity"]:
         lines += _capacity(report["capacity"])
+        lines += [f"{server['name']}: queueing delay from {queueing_sources(server)}" for server in report["servers"]]
+    lines += [f"{server['name']}: {late}" for server in report["servers"] if (late := sent_late(server))]
     return "\n".join(lines)
+
+
+def sent_late(server: Json) -> str | None:
+    """Return what a server's latencies lack because the client was too slow to send in time; None where nothing."""
+    late_s = max((run["figures"]["lag_s"]["p99"] or 0.0 for run in server["runs"]), default=0.0)
+    return f"the client is overloaded: P99 of sending late is {late_s:.2f} s" if late_s > _LATE_S else None
+
+
+def capacity_notes(seen: Json) -> Iterator[str]:
+    """Yield what the highest rate that holds, of one server and limit, does not say."""
+    if seen["too_short"]:
+        yield "too few requests to show that this rate is sustained: the queue had no time to grow"
+    if seen["holds_per_s"] is not None and seen["fails_per_s"] is None:
+        yield "no tried rate failed: a higher one may hold, too"
+
+
+def queueing_sources(server: Json) -> str:
+    """Return where the queueing delays of a server's runs come from."""
+    return " and ".join(dict.fromkeys(run["figures"]["queueing"]["source"] for run in server["runs"])) or "no run"
 
 
 def _server(server: Json) -> Iterator[str]:
@@ -61,8 +82,7 @@ def _capacity(found: Json) -> Iterator[str]:
                 f"{server['name']}, {limit['name']} (P99 between tokens {limit['p99_tbt_s'] * 1e3:.0f} ms): holds "
                 f"{_rate(seen['holds_per_s'])}, fails {_rate(seen['fails_per_s'])}{ratio}"
             )
-            if seen["too_short"]:
-                yield f"  {TOO_SHORT}"
+            yield from (f"  {note}" for note in capacity_notes(seen))
         if server["ended"]:
             yield f"{server['name']}: the search ended: {server['ended']}"
 
