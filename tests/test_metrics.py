@@ -54,6 +54,15 @@ def test_a_line_is_due_when_its_time_has_passed_since_the_first_step() -> None:
     assert interval.due(1060.0)
 
 
+def test_lines_that_are_due_when_a_step_comes_say_nothing_of_the_idle_time_before_it() -> None:
+    interval = Interval(60.0)
+    interval.add(STEP, None, 1000.0)
+    interval.add(STEP, None, 1020.0)
+    assert interval.due(1600.0)
+    (line,) = interval.take(packed_bytes=0)  # as the worker does before it counts the step at 1600
+    assert "decoded 60 tokens (3.0 a second)" in line
+
+
 def test_the_rate_is_that_of_the_time_between_the_steps_and_each_line_begins_anew() -> None:
     interval = Interval(60.0)
     interval.add(STEP, None, 1000.0)

@@ -372,7 +372,7 @@ class HybridSparseConfig:
 
     @property
     def page_summary(self) -> str:
-        """The kind of summary that pages have, as the kernels name it; `none` under a policy that scores no pages."""
+        """The kind of summary that pages have, as the kernels name it; `none` under hgca, which scores no pages."""
         return self.summary or "none"
 
     @property

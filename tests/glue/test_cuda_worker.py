@@ -16,6 +16,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu_worker import Worker
 
+from benchmarks.serving.backends import FILLING_CONNECTOR
 from tests.glue.test_device_blocks import step
 from tests.kernels.device.interpreter import interprets, mend_interpreter
 from tests.tolerances import assert_close
@@ -288,12 +289,14 @@ def test_what_a_gpu_does_not_serve_is_refused_before_a_process_is_started() -> N
     def config(**changes: Any) -> Any:
         given: dict[str, Any] = {
             "kv_transfer_config": None,
+            "cache_config": None,
             "parallel_config": SimpleNamespace(enable_dbo=False),
             "model_config": SimpleNamespace(get_head_size=lambda: 128),
         }
         return SimpleNamespace(**(given | changes))
 
     _refuse_on_cuda(config())
+    _refuse_on_cuda(config(kv_transfer_config=SimpleNamespace(**FILLING_CONNECTOR)))  # `benchmarks.gpu_timing`
     for name, changes in (
         ("kv_connector=Some", {"kv_transfer_config": SimpleNamespace(kv_connector="Some")}),
         ("enable_dbo=True", {"parallel_config": SimpleNamespace(enable_dbo=True)}),

@@ -20,7 +20,7 @@ from vllm_hybrid_sparse.glue.scheduler_choice import SCHEDULER_PATH
 @pytest.fixture
 def no_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave vLLM's loggers alone."""
-    monkeypatch.setattr(plugin, "_hook_stat_loggers", lambda: None)
+    monkeypatch.setattr(plugin, "hook_stat_loggers", lambda: None)
 
 
 def platform_of(monkeypatch: pytest.MonkeyPatch, *, on_cuda: bool) -> Any:
@@ -118,6 +118,54 @@ def test_the_newer_model_runner_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"VLLM_USE_V2_MODEL_RUNNER=1 .*: must be 0 without a GPU"):
         platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
     platform_of(monkeypatch, on_cuda=True).check_and_update_config(config)
+
+
+@pytest.mark.usefixtures("no_loggers")
+def test_watermarks_need_the_newer_model_runner_whatever_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(member(), use_v2_model_runner=True, watermark_config="green")
+    with pytest.raises(ConfigError, match=r"watermark_config=green: .* not supported without a GPU"):
+        platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
+
+
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize(
+    ("connector", "extra"),
+    [
+        ("NixlConnector", {}),
+        ("NixlPushConnector", {}),
+        (
+            "MultiConnector",
+            {"connectors": [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "NixlConnector"}]},
+        ),
+    ],
+)
+def test_nixl_is_refused_wherever_it_stands(
+    connector: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = SimpleNamespace(kv_connector=connector, kv_connector_extra_config=extra)
+    with pytest.raises(ConfigError, match=r"kv_connector=Nixl\w*: NIXL is not supported"):
+        platform_of(monkeypatch, on_cuda=False).check_and_update_config(
+            config_of(member(), kv_transfer_config=transfer)
+        )
+
+
+@pytest.mark.usefixtures("no_loggers")
+def test_offloading_is_refused_where_the_cache_is_in_host_memory_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = SimpleNamespace(cache_dtype="auto", block_size=None, kv_offloading_size=4.0)
+    with pytest.raises(ConfigError, match=r"kv_offloading_size=4.0: must not be given on cuda"):
+        platform_of(monkeypatch, on_cuda=True).check_and_update_config(config_of(member(), cache_config=cache))
+    platform_of(monkeypatch, on_cuda=False).check_and_update_config(config_of(member(), cache_config=cache))
+
+
+@pytest.mark.usefixtures("no_loggers")
+def test_a_checkpoint_with_a_quantised_cache_is_told_how_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(
+        member(),
+        cache_config=SimpleNamespace(cache_dtype="fp8_e4m3", block_size=None),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+    )
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8_e4m3: .* --kv-cache-dtype bfloat16"):
+        platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
 
 
 def test_a_layer_whose_prompts_are_not_causal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

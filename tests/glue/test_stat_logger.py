@@ -1,5 +1,6 @@
 """The way of a worker's figures to an API server's metrics, through vLLM's own classes."""
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_hybrid_sparse.glue import plugin
+from vllm_hybrid_sparse.glue import stat_logger_hook
 from vllm_hybrid_sparse.glue.metric_families import COUNTERS, DEVICE_COUNTERS, PREFIX, exposed_names
 from vllm_hybrid_sparse.glue.registration import member
 from vllm_hybrid_sparse.glue.stat_logger import HybridSparseStatLogger, _unregister_ours
@@ -182,9 +183,9 @@ def made_with(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         given.append(custom_stat_loggers)
 
     monkeypatch.setattr(StatLoggerManager, "__init__", make)
-    monkeypatch.setattr(StatLoggerManager, plugin._HOOKED, False, raising=False)
-    plugin._hook_stat_loggers()
-    plugin._hook_stat_loggers()  # plugins may be loaded twice
+    monkeypatch.setattr(StatLoggerManager, stat_logger_hook._HOOKED, False, raising=False)
+    pickle.loads(pickle.dumps(member()))  # a front end may be sent its configuration
+    stat_logger_hook.hook_stat_loggers()  # plugins may be loaded twice
     return given
 
 

@@ -103,13 +103,21 @@ def test_a_line_a_minute_and_what_is_left_at_the_end(steps: Steps) -> None:
         steps.clock.now_s = 1000.0 + second
         steps.step(STEP)
     assert [line.partition(", reading 25.0% ")[0] for line in steps.lines] == [
-        "hybrid_sparse: decoded 14 tokens (0.2 a second)",
-        "hybrid_sparse: decoded 14 tokens (0.2 a second)",
+        "hybrid_sparse: decoded 12 tokens (0.2 a second)",
+        "hybrid_sparse: decoded 12 tokens (0.2 a second)",
     ]
     steps.worker.shutdown()
     assert len(steps.lines) == 3
     steps.worker.shutdown()
     assert len(steps.lines) == 3
+
+
+def test_idle_time_is_no_part_of_a_line(steps: Steps) -> None:
+    for second in (0, 10, 20, 600):
+        steps.clock.now_s = 1000.0 + second
+        steps.step(STEP)
+    (line,) = steps.lines
+    assert line.startswith("hybrid_sparse: decoded 6 tokens (0.3 a second)")
 
 
 def test_no_lines_where_the_interval_is_zero(steps: Steps) -> None:

@@ -57,7 +57,7 @@ BAD_OPTIONS = {
 BAD_MODELS = {
     "bloom": Refusal((r"(?i)alibi",), model="bloom"),
     "gemma2": Refusal((r"(?i)soft.?cap|sliding",), model="gemma2"),
-    "mistral-sliding": Refusal((r"(?i)sliding.?window",), model="mistral-sliding"),
+    "mistral-sliding": Refusal((r"sliding_window=512", "--disable-sliding-window"), model="mistral-sliding"),
     "deepseek-v2": Refusal((r"MLA|latent",), model="deepseek-v2"),
     "llama-dim20": Refusal((r"head.?(size|dim)", r"\b20\b"), model="llama-dim20"),
 }

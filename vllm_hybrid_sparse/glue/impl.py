@@ -50,13 +50,13 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             *((name, given, "not supported") for name, given in extra.items() if name not in _WITHOUT_EFFECT),
         ):
             if given is not None:
-                raise ConfigError(f"{name}: {why} (attention backend hybrid_sparse)")
+                raise ConfigError(f"{name}={given}: {why} (attention backend hybrid_sparse)")
         if attn_type != AttentionType.DECODER:
             raise ConfigError(
                 f"attn_type={attn_type}: only decoder attention is supported (attention backend hybrid_sparse)"
             )
         if not kv_dtype_fits(kv_cache_dtype, dtype):
-            raise ConfigError(f"kv_cache_dtype={kv_cache_dtype}: must be auto (attention backend hybrid_sparse)")
+            raise ConfigError(f"kv_cache_dtype={kv_cache_dtype}: must be {dtype} (attention backend hybrid_sparse)")
         self._runtime = host_runtime(settings_of(vllm_config))
         if kv_sharing_target_layer_name is not None and self._runtime.settings.device == "cuda":
             raise ConfigError(

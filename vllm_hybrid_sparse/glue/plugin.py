@@ -1,10 +1,10 @@
 """Entry point of the group `vllm.general_plugins`: vLLM calls `register` in each of its processes, maybe repeatedly."""
 
-from functools import wraps
 from typing import Any
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, is_selected, member
+from vllm_hybrid_sparse.glue.stat_logger_hook import hook_stat_loggers
 
 CPU_WORKER_PATH = "vllm_hybrid_sparse.glue.cpu_worker.HybridSparseCPUWorker"
 CUDA_WORKER_PATH = "vllm_hybrid_sparse.glue.cuda_worker.HybridSparseCUDAWorker"
@@ -23,32 +23,6 @@ def register() -> None:
     if not platform.__dict__.get(_HOOKED, False):
         hook_platform(platform, on_cuda=current_platform.is_cuda())
         setattr(platform, _HOOKED, True)
-
-
-def _hook_stat_loggers() -> None:
-    """Put our logger first on vLLM's list of those that a front end gives the statistics of every step.
-
-    An entry point of the group `vllm.stat_logger_plugins` would do this too, but for every vLLM that has us installed:
-    where vLLM finds one it collects statistics, even under --disable-log-stats.
-    """
-    from vllm.v1.metrics.loggers import StatLoggerManager  # noqa: PLC0415  (a process without the backend: never)
-
-    if getattr(StatLoggerManager, _HOOKED, False):
-        return
-    make = StatLoggerManager.__init__
-
-    @wraps(make)
-    def make_with_ours(
-        self: Any, vllm_config: Any, engine_idxs: Any = None, custom_stat_loggers: Any = None, **kwargs: Any
-    ) -> None:
-        if is_selected(vllm_config.attention_config.backend):
-            from vllm_hybrid_sparse.glue.stat_logger import HybridSparseStatLogger  # noqa: PLC0415
-
-            custom_stat_loggers = [HybridSparseStatLogger, *(custom_stat_loggers or ())]
-        make(self, vllm_config, engine_idxs, custom_stat_loggers, **kwargs)
-
-    StatLoggerManager.__init__ = make_with_ours
-    setattr(StatLoggerManager, _HOOKED, True)
 
 
 def hook_platform(platform: Any, *, on_cuda: bool) -> None:
@@ -77,7 +51,7 @@ def hook_platform(platform: Any, *, on_cuda: bool) -> None:
             from vllm_hybrid_sparse.glue.support import refuse_config  # noqa: PLC0415
 
             refuse_config(vllm_config)
-            _hook_stat_loggers()
+            hook_stat_loggers()
             if vllm_config.parallel_config.worker_cls == "auto":
                 vllm_config.parallel_config.worker_cls = CUDA_WORKER_PATH if on_cuda else CPU_WORKER_PATH
             if on_cuda:

@@ -1,8 +1,8 @@
 """The name HYBRID_SPARSE in vLLM's list of attention backends.
 
 vLLM pickles the chosen member into the processes that it spawns, and they unpickle it before plugins are loaded; an
-enum member pickles by value, which means nothing to a fresh process. Ours therefore pickles as a call to `member()`,
-which registers it where that has not happened yet.
+enum member pickles by value, which means nothing to a fresh process. Ours therefore pickles as a call to
+`received_member()`, which registers it where that has not happened yet.
 """
 
 from typing import Any
@@ -22,8 +22,16 @@ def member() -> AttentionBackendEnum:
     return registered
 
 
+def received_member() -> AttentionBackendEnum:
+    """What the member unpickles as, in a process that has not made its configuration: that may be a front end, too."""
+    from vllm_hybrid_sparse.glue.stat_logger_hook import hook_stat_loggers  # noqa: PLC0415  (it imports this module)
+
+    hook_stat_loggers()
+    return member()
+
+
 def _reduce_to_member(_protocol: Any) -> tuple[Any, tuple[()]]:
-    return member, ()
+    return received_member, ()
 
 
 def is_selected(backend: object) -> bool:

@@ -13,6 +13,8 @@ from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS
 
+_FILLING_CONNECTOR = "DecodeBenchConnector"  # of vLLM, for benchmarks: it writes the cache's tensors where they lie
+
 
 def refuse_config(vllm_config: Any) -> None:
     """Check a whole configuration before any process is started. Raises ConfigError."""
@@ -21,7 +23,9 @@ def refuse_config(vllm_config: Any) -> None:
         raise ConfigError(f"hybrid_sparse.isa={settings.isa!r}: this machine runs {', '.join(supported_isas())}")
     cache = vllm_config.cache_config
     if cache is not None:
-        _refuse_cache(cache)
+        _refuse_cache(cache, vllm_config.model_config)
+    if vllm_config.kv_transfer_config is not None:
+        _refuse_connectors(vllm_config.kv_transfer_config)
     if vllm_config.speculative_config is not None:
         _refuse("speculative_config", vllm_config.speculative_config.method, "speculative decoding is not supported")
     parallel = vllm_config.parallel_config
@@ -35,25 +39,40 @@ def refuse_config(vllm_config: Any) -> None:
     if settings.device == "cuda":
         _refuse_on_cuda(vllm_config)
     elif getattr(vllm_config, "use_v2_model_runner", False):
+        if (watermark := getattr(vllm_config, "watermark_config", None)) is not None:  # it overrides the variable
+            _refuse(
+                "watermark_config", watermark, "watermarks need model runner V2, which is not supported without a GPU"
+            )
         _refuse("VLLM_USE_V2_MODEL_RUNNER", "1 (the default with triton-cpu)", "must be 0 without a GPU")
 
 
 def _refuse_on_cuda(vllm_config: Any) -> None:
     """What the CPU serves and a GPU does not yet."""
-    if vllm_config.kv_transfer_config is not None:
-        connector = vllm_config.kv_transfer_config.kv_connector
+    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+    if connector not in (None, _FILLING_CONNECTOR):
         _refuse("kv_connector", connector, "KV connectors are not supported on cuda, where the cache is in host memory")
+    if (offloaded := getattr(vllm_config.cache_config, "kv_offloading_size", None)) is not None:
+        _refuse("kv_offloading_size", offloaded, "must not be given on cuda, where the whole cache is in host memory")
     if vllm_config.parallel_config.enable_dbo:
         _refuse("enable_dbo", True, "steps in two microbatches are not supported on cuda")
     if vllm_config.model_config is not None and vllm_config.model_config.get_head_size() > MAX_DEVICE_HEAD_DIM:
         _refuse("head_size", vllm_config.model_config.get_head_size(), f"must be at most {MAX_DEVICE_HEAD_DIM} on cuda")
 
 
-def _refuse_cache(cache: Any) -> None:
+def _refuse_cache(cache: Any, model: Any) -> None:
     if cache.cache_dtype not in ("auto", "float16", "bfloat16"):
-        _refuse("kv_cache_dtype", cache.cache_dtype, "the KV cache must have the model's own dtype: auto")
+        own = "float16 or bfloat16" if model is None else str(model.dtype).removeprefix("torch.")
+        _refuse("kv_cache_dtype", cache.cache_dtype, f"must be the model's own dtype: --kv-cache-dtype {own}")
     if cache.block_size is not None and cache.block_size % PAGE_TOKENS:
         _refuse("block_size", cache.block_size, f"must be a multiple of {PAGE_TOKENS}")
+
+
+def _refuse_connectors(transfer: Any) -> None:
+    """NIXL splits blocks by heads and tokens between servers of other sizes, as vLLM's own backends lay them out."""
+    inner = (transfer.kv_connector_extra_config or {}).get("connectors") or ()  # of a MultiConnector
+    for name in (transfer.kv_connector, *(one.get("kv_connector") for one in inner if isinstance(one, dict))):
+        if str(name).startswith("Nixl"):
+            _refuse("kv_connector", name, "NIXL is not supported: in a block, a head's bytes are not one piece")
 
 
 def _refuse_model(model: Any) -> None:
@@ -66,7 +85,12 @@ def _refuse_model(model: Any) -> None:
     if model.dtype not in DTYPE_NAMES:
         _refuse("dtype", model.dtype, "must be bfloat16, float16 or float32")
     if model.get_sliding_window() is not None:
-        _refuse("sliding_window", model.get_sliding_window(), "sliding-window attention is not supported")
+        _refuse(
+            "sliding_window",
+            model.get_sliding_window(),
+            "sliding-window attention is not supported; --disable-sliding-window serves the model in requests of up to "
+            "so many tokens, none of which a window cuts off",
+        )
     text = model.hf_text_config
     for name, why in (
         ("attn_logit_softcapping", "soft-capped attention logits are not supported"),

@@ -93,9 +93,9 @@ class HostStoreWorker(WorkerBase):
         if not stats.rows:
             return output
         now_s = time.monotonic()
-        self._interval.add(stats, tiers, now_s)
         if self._logs and self._interval.due(now_s):
-            self._write_lines()
+            self._write_lines()  # without this step: the time before it may have been idle
+        self._interval.add(stats, tiers, now_s)
         if self._reports and isinstance(output, ModelRunnerOutput):
             return self._report(stats, tiers).attach(output)
         return output
