@@ -141,6 +141,7 @@ NB_MODULE(_native, m) {
                          sink_tokens, window_tokens};
       }), nb::kw_only(), "ranked"_a, "budget_ratio"_a, "max_pages"_a, "threshold"_a, "microbatch_pages"_a,
            "estimated_remainder"_a, "attributed"_a, "sink_tokens"_a, "window_tokens"_a)
+      .def_ro("ranked", &Selection::ranked)
       .def_ro("estimated_remainder", &Selection::estimated_remainder)
       .def("budget", &Selection::budget, "candidates"_a);
 

@@ -10,6 +10,7 @@
 #include <climits>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 namespace hybrid_sparse {
 namespace {
@@ -53,12 +54,21 @@ ThreadPool::ThreadPool(int num_threads, Helpers helpers, std::vector<int> cpus)
   if (helpers == Helpers::openmp && !openmp_is_loaded())
     throw std::runtime_error("thread_pool=openmp: GNU OpenMP is not loaded in this process");
   if (helpers == Helpers::own) {
-    for (int i = 0; i + 1 < num_threads; ++i)
-      threads_.emplace_back([this, i, cpu = cpus.empty() ? -1 : cpus[i % cpus.size()]] { own_thread(i, cpu); });
+    try {
+      for (int i = 0; i + 1 < num_threads; ++i)
+        threads_.emplace_back([this, i, cpu = cpus.empty() ? -1 : cpus[i % cpus.size()]] { own_thread(i, cpu); });
+    } catch (const std::system_error& error) {
+      const size_t started = threads_.size() + 1;
+      stop_own_threads();
+      throw std::runtime_error("num_threads=" + std::to_string(num_threads) + ": only " + std::to_string(started) +
+                               " threads can be started (" + error.what() + ")");
+    }
   }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop_own_threads(); }
+
+void ThreadPool::stop_own_threads() {
   stopping_.store(true);
   opened_.fetch_add(1);
   futex_wake_all(opened_);
@@ -134,8 +144,9 @@ void ThreadPool::run_session(void (*body)(void*), void* context) {
 }
 
 // Takes and runs one task of the current phase. The claim succeeds only while `next_` is unchanged since the phase was
-// read, and the caller closes `next_` before it rewrites the phase: a late helper never mixes two phases.
-bool ThreadPool::take_one() {
+// read, and the caller closes `next_` before it rewrites the phase: a late helper never mixes two phases. Should a task
+// throw (memory that is not there), the process ends: unwinding would leave helpers with tasks of a frame that is gone.
+bool ThreadPool::take_one() noexcept {
   uint64_t ticket = next_.load(std::memory_order_seq_cst);
   while (true) {
     const Task task = task_.load(std::memory_order_relaxed);

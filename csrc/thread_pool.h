@@ -24,7 +24,8 @@ class ThreadPool {
   enum class Helpers { own, openmp };
 
   // num_threads counts the caller. `cpus`: one core for each helper (may be empty: not pinned); ignored with openmp.
-  // Throws std::invalid_argument for num_threads < 1, std::runtime_error where openmp is asked for and not loaded.
+  // Throws std::invalid_argument for num_threads < 1, std::runtime_error where openmp is asked for and not
+  // loaded, or a thread cannot be started.
   ThreadPool(int num_threads, Helpers helpers, std::vector<int> cpus);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -42,7 +43,8 @@ class ThreadPool {
     run_session([](void* context) { (*static_cast<std::remove_reference_t<Body>*>(context))(); }, &body);
   }
 
-  // Within a session: task(0) … task(count - 1), in any order, on any of the threads; returns when all are done.
+  // Within a session: task(0) … task(count - 1), in any order, on any of the threads; returns when all are done. A task
+  // that throws ends the process where others may run beside it.
   template <class F>
   void for_each(int count, F&& task) {
     run_phase(count, [](void* context, int index) { (*static_cast<std::remove_reference_t<F>*>(context))(index); },
@@ -52,9 +54,10 @@ class ThreadPool {
  private:
   void run_session(void (*body)(void*), void* context);
   void run_phase(int count, Task task, void* context);
-  bool take_one();
+  bool take_one() noexcept;
   void help_until_closed();
   void own_thread(int index, int cpu);
+  void stop_own_threads();
 
   int num_threads_;
   Helpers helpers_;

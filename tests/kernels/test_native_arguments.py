@@ -43,6 +43,12 @@ def test_a_layer_that_cannot_be_served_is_refused(wrong: dict[str, Any], rule: s
         NativeAttention(**(RIGHT | wrong))
 
 
+def test_pages_without_summaries_cannot_be_ranked() -> None:
+    layer = ServedLayer(Shape(summary="none"), num_blocks=4)
+    with pytest.raises(KernelError, match="summary=none: must be one that pages can be ranked by"):
+        layer.step([(layer.start(), 40)], selection=SelectionSpec(ranked=True, max_pages=1))
+
+
 def test_an_unknown_instruction_set_is_refused_with_the_valid_ones() -> None:
     with pytest.raises(KernelError, match=", ".join(supported_isas())):
         NativeAttention(**RIGHT, isa="sse9")

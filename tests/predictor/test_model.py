@@ -135,6 +135,31 @@ def test_other_features_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         load_predictor(path, SHAPE, RetainedSet(), CODES)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantiles": [0.9]}, "unexpected keyword argument 'quantiles'"),
+        ({"shape": None}, "must be a mapping"),
+        ({"feature_version": None}, "feature_version=None: must be"),
+    ],
+)
+def test_metadata_of_another_release_are_refused(changes: dict[str, object], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "later.safetensors"
+    content = json.loads(ORIGIN.to_metadata()["hybrid_sparse_predictor"]) | changes
+    save_file(made().state_dict(), path, {"hybrid_sparse_predictor": json.dumps(content)})
+    with pytest.raises(ConfigError, match=rf"^predictor=later.safetensors: .*{said}.*; make one with"):
+        load_predictor(path, SHAPE, RetainedSet(), CODES)
+
+
+def test_tensors_of_another_release_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "later.safetensors"
+    tensors = made().state_dict()
+    name = next(iter(tensors))
+    save_file(tensors | {name: torch.zeros(3)}, path, ORIGIN.to_metadata())
+    with pytest.raises(ConfigError, match=r"(?s)^predictor=later.safetensors: made by another release .*; make one"):
+        load_predictor(path, SHAPE, RetainedSet(), CODES)
+
+
 def test_what_is_no_predictor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file; make one with `hybrid-sparse calibrate`"):
         load_predictor(tmp_path / "missing.safetensors", SHAPE, RetainedSet(), CODES)

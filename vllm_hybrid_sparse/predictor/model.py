@@ -71,12 +71,17 @@ class PredictorOrigin:
         """The inverse; raises ConfigError where the metadata are not a predictor's or its features are others."""
         if _METADATA not in metadata:
             raise ConfigError(f"predictor={name}: must be a file that `hybrid-sparse calibrate` wrote")
-        content: dict[str, Any] = json.loads(metadata[_METADATA])
-        if (version := content.pop("feature_version")) != FEATURE_VERSION:
-            raise ConfigError(f"predictor={name}: feature_version={version}: must be {FEATURE_VERSION}; {_REMEDY}")
-        content["shape"], content["retained"] = ModelShape(**content["shape"]), RetainedSet(**content["retained"])
-        content["ranking"] = PageRanking(**content["ranking"]) if "ranking" in content else _BOUNDS  # once the only one
-        return cls(**content)
+        try:
+            content: dict[str, Any] = json.loads(metadata[_METADATA])
+            if (version := content.pop("feature_version")) != FEATURE_VERSION:
+                raise ConfigError(f"predictor={name}: feature_version={version}: must be {FEATURE_VERSION}; {_REMEDY}")
+            content["shape"], content["retained"] = ModelShape(**content["shape"]), RetainedSet(**content["retained"])
+            content["ranking"] = (
+                PageRanking(**content["ranking"]) if "ranking" in content else _BOUNDS
+            )  # once only that
+            return cls(**content)
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ConfigError(f"predictor={name}: made by another release ({error!r}); {_REMEDY}") from error
 
     def check(
         self, name: str, shape: ModelShape, retained: RetainedSet, ranking: PageRanking, tau: float | None = None
@@ -171,5 +176,8 @@ def load_predictor(
     origin = PredictorOrigin.from_metadata(metadata, path.name)
     origin.check(path.name, shape, retained, ranking, tau)
     predictor = Predictor()
-    predictor.load_state_dict(tensors)
+    try:
+        predictor.load_state_dict(tensors)
+    except RuntimeError as error:  # its lines say which tensors differ
+        raise ConfigError(f"predictor={path.name}: made by another release ({error}); {_REMEDY}") from error
     return predictor.eval(), origin

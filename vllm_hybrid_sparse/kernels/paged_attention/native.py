@@ -202,6 +202,8 @@ class NativeAttention:
         """
         if isinstance(selection, SelectionSpec):
             selection = native_selection(selection, retained or RetainedSet())
+        if selection.ranked and self.summary == "none":
+            raise KernelError("summary=none: must be one that pages can be ranked by")
         if selection.estimated_remainder and self.summary != "key_codes":
             raise KernelError(f"estimated_remainder: needs summary key_codes, not {self.summary}")
         if fluxion is not None and (hgca is not None or self.summary not in ("key_codes", "minmax")):
