@@ -37,7 +37,7 @@ from benchmarks.gpu_timing_rows import (
     together,
 )
 from benchmarks.report import save
-from benchmarks.serving.backends import FILLING_CONNECTOR
+from benchmarks.serving.backends import FILLING_CONNECTOR, stop_servers_when_terminated
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 SIDES: dict[str, dict[str, Any] | None] = {
@@ -200,6 +200,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for side in options.sides.split(","):
         if side not in SIDES:
             parser.error(f"--sides={side}: must be among {', '.join(SIDES)}")
+    for name, least in (("tokens", 2), ("rounds", 1), ("layers", 1), ("hidden", 1), ("side_timeout", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least {least}")
+    if options.device_gib <= 0:
+        parser.error(f"--device-gib={options.device_gib:g}: must be above 0")
     try:
         options.parsed = [parse_case(name) for name in options.cases.split(",")]
     except ValueError as error:
@@ -213,7 +218,8 @@ def run_side(side: str, given: Sequence[str], options: argparse.Namespace, out: 
     command = [sys.executable, "-m", "benchmarks.gpu_timing", *given, "--run-side", side, "--rows", str(rows)]
     command += ["--folder", str(options.folder)]
     log = out / f"{side}.log"
-    outcome = run_stage(Stage(name=side, command=tuple(command), timeout_s=options.side_timeout), log)
+    stage = Stage(name=side, command=tuple(command), timeout_s=options.side_timeout, grace_s=3.0)
+    outcome = run_stage(stage, log)
     if outcome.failed:
         print("\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]))
     lines = rows.read_text(encoding="utf-8").splitlines() if rows.is_file() else []
@@ -224,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Time all sides, print the table after each, keep the result; 1 where one did not come to its end."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse_arguments(given)
+    stop_servers_when_terminated()  # and sides, each in a group of its own
     if options.run_side:
         serve_side(options.run_side, options, options.parsed, options.rows)
         return 0

@@ -13,7 +13,7 @@ FIXED = "fixed"
 WARM_UP_TOKENS = 4  # of every answer, not counted
 _COUNTED = (
     "context_bytes", "read_bytes", "device_step_seconds", "device_busy_seconds", "device_wanted_pages",
-    "device_hit_pages",
+    "device_hit_pages", "device_failed_loads",
 )  # fmt: skip
 
 Json = dict[str, Any]
@@ -61,8 +61,13 @@ def counters(exposition: str) -> dict[str, float]:
 
 
 def differences(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Shares of one round: of the KV bytes read, of wanted pages found in the pool, of the step the device was idle."""
+    """Shares of one round: of the KV bytes read, of wanted pages found in the pool, of the step the device was idle.
+
+    Raises RuntimeError where loads failed: the host computed what the device should have, and times are the host's.
+    """
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    if failed := grown.get("device_failed_loads"):
+        raise RuntimeError(f"{failed:.0f} loads to the device failed; the log says why")
     shares = {}
     if grown.get("context_bytes"):
         shares["kv_read"] = grown["read_bytes"] / grown["context_bytes"]

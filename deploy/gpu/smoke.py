@@ -148,7 +148,8 @@ def main(names: list[str]) -> int:
         return 2
     if len(names) > 1:
         script = [sys.executable, str(Path(__file__).resolve())]
-        return max(subprocess.run([*script, name], check=False).returncode for name in names)
+        codes = {subprocess.run([*script, name], check=False).returncode for name in names}
+        return 1 if codes - {0, NOT_INSTALLED} else max(codes)  # one that a signal ended has a code below 0
     package, run = STAGES[names[0]]
     if find_spec(package) is None:
         print(f"{package} is not installed")

@@ -1,9 +1,11 @@
 """The stages of gpu-check: each by itself, whatever becomes of the others."""
 
+import importlib.util
 import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +41,40 @@ def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     alive.unlink(missing_ok=True)
     time.sleep(0.5)
     assert not alive.exists()
+
+
+def test_a_stage_ends_the_groups_that_it_has_made_itself(tmp_path: Path) -> None:
+    """As `gpu_timing` does, whose sides are stages of its own."""
+    alive = tmp_path / "alive"
+    child = f"import pathlib, time\nwhile True: pathlib.Path({str(alive)!r}).touch(); time.sleep(0.05)"
+    script = (
+        "import pathlib, signal, sys; from benchmarks.gpu_check import Stage, run_stage\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
+        f"side = Stage(name='side', command=(sys.executable, '-c', {child!r}), timeout_s=60, grace_s=1.0)\n"
+        f"run_stage(side, pathlib.Path({str(tmp_path / 'b.log')!r}))"
+    )
+    outcome = run_stage(python("cut off", script, timeout_s=5), tmp_path / "a.log")
+    assert outcome.status == "TIMED OUT"
+    assert alive.exists()
+    alive.unlink()
+    time.sleep(0.5)
+    assert not alive.exists()
+
+
+@pytest.mark.parametrize(
+    ("codes", "status"), [((0, 0), 0), ((-11, 0), 1), ((1, 77), 1), ((77, 0), 77), ((77, -6), 1), ((77, 77), 77)]
+)
+def test_one_smoke_stage_that_fails_fails_them_all(
+    codes: tuple[int, int], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("smoke", gpu_check.REPOSITORY / "deploy" / "gpu" / "smoke.py")
+    assert spec is not None
+    assert spec.loader is not None
+    smoke = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(smoke)
+    left = list(codes)
+    monkeypatch.setattr(smoke.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=left.pop(0)))
+    assert smoke.main(["ops", "merge"]) == status
 
 
 def test_a_failure_stops_no_other_stage_and_the_summary_has_them_all(tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ def test_shares_are_of_what_a_round_has_added() -> None:
     before, after = counters(exposition(1)), counters(exposition(3))
     assert differences(before, after) == pytest.approx({"kv_read": 0.2, "hit_rate": 0.9, "device_idle": 0.75})
     assert differences({}, counters("")) == {}
+    failed = counters("vllm_hybrid_sparse_device_failed_loads_total 3")
+    assert differences(failed, failed) == {}  # of an earlier round
+    with pytest.raises(RuntimeError, match="3 loads to the device failed"):
+        differences({}, failed)
 
 
 def test_ratios_are_of_medians_without_the_first_round() -> None:
@@ -57,6 +61,22 @@ def test_a_case_that_is_none_is_refused(name: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         parse_arguments(["--cases", name])
     assert f"--cases={name}: must be a context in K tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        ("--tokens=1", "must be at least 2"),  # one token has no time between tokens
+        ("--rounds=0", "must be at least 1"),
+        ("--side-timeout=0", "must be at least 1"),
+        ("--device-gib=0", "must be above 0"),
+        ("--sides=best", "must be among baseline, "),
+    ],
+)
+def test_a_setting_that_measures_nothing_is_refused(wrong: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments([wrong])
+    assert f"{wrong}: {rule}" in capsys.readouterr().err
 
 
 def test_a_case_has_its_name() -> None:
