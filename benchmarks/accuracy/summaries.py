@@ -37,9 +37,10 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row for each measure, length, selection and model, in the order of the first of its rows.
 
     Means are over the samples of a task, then over the tasks, so that every task counts the same; `kept_worst` is the
-    worst of all, `perplexity` the exponential of the mean `loss`, `tasks` the score of each task. Deciles of single
-    prompts or windows are averaged. Where full attention has answered the same prompts, `score_difference` is how far
-    the score lies above its score, and `score_difference_error` the standard error of that over the prompts.
+    worst of all, `bytes_read` of rows with `read_bytes` and `total_bytes` the share of their means, `perplexity` the
+    exponential of the mean `loss`, `tasks` the score of each task. Deciles of single prompts or windows are averaged.
+    Where full attention has answered the same prompts, `score_difference` is how far the score lies above its score,
+    and `score_difference_error` the standard error of that over the prompts.
     """
     rows = list(rows)
     full = {_prompt_of(row): row["score"] for row in rows if row["identity"]["selection"] == FULL and "score" in row}
@@ -95,6 +96,8 @@ def _means(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
         name: float(np.mean([np.mean([row[name] for row in members]) for members in by_task.values()]))
         for name in numbers
     }
+    if means.get("total_bytes"):
+        means["bytes_read"] = means["read_bytes"] / means["total_bytes"]
     if "kept_worst" in means:
         means["kept_worst"] = min(row["kept_worst"] for row in rows)
     if "loss" in means:

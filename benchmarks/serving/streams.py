@@ -28,23 +28,31 @@ class Stream:
         return self.arrivals[0][0] * 1e3
 
 
-def stream_all(server: Server, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Stream]:
-    """Send all prompts of token ids at once and return their streams, each `max_tokens` long."""
+def stream_all(
+    server: Server, prompts: Sequence[Sequence[int]], max_tokens: int, *, may_end: bool = False
+) -> list[Stream]:
+    """Send all prompts of token ids at once and return their streams, each `max_tokens` long.
+
+    may_end   an end of sequence ends an answer, as its last token, instead of being passed over
+    """
 
     async def run() -> list[Stream]:
         async with aiohttp.ClientSession(timeout=_TIMEOUT, read_bufsize=2**20) as session:
-            return list(await asyncio.gather(*(_stream(session, server, prompt, max_tokens) for prompt in prompts)))
+            streams = (_stream(session, server, prompt, max_tokens, may_end) for prompt in prompts)
+            return list(await asyncio.gather(*streams))
 
     return asyncio.run(run())
 
 
-async def _stream(session: aiohttp.ClientSession, server: Server, prompt: Sequence[int], max_tokens: int) -> Stream:
+async def _stream(
+    session: aiohttp.ClientSession, server: Server, prompt: Sequence[int], max_tokens: int, may_end: bool
+) -> Stream:
     payload = {
         "model": server.model,
         "prompt": list(prompt),
         "max_tokens": max_tokens,
         "temperature": 0,
-        "ignore_eos": True,
+        "ignore_eos": not may_end,
         "stream": True,
         "return_token_ids": True,
     }
@@ -66,7 +74,7 @@ async def _stream(session: aiohttp.ClientSession, server: Server, prompt: Sequen
             if tokens:
                 arrivals.append((arrived_s, len(tokens)))
                 token_ids += tokens
-    if len(token_ids) != max_tokens:
+    if not token_ids or (len(token_ids) != max_tokens and not may_end):
         raise server.failure(f"{len(token_ids)} tokens came instead of {max_tokens}")
     return Stream(sent_s, tuple(arrivals), tuple(token_ids))
 

@@ -38,6 +38,13 @@ def test_every_task_counts_the_same_however_many_samples_it_has() -> None:
     assert "75.0%" in table([ruler])
 
 
+def test_bytes_of_answers_of_different_lengths_are_added_up() -> None:
+    long, short = row("vt", "quest-2%", read_bytes=30.0, total_bytes=100.0), row("vt", "quest-2%")
+    short |= {"read_bytes": 0.0, "total_bytes": 0.0}  # one token, which no decode step made
+    (both,) = summarise([long, short])
+    assert both["bytes_read"] == 0.3
+
+
 def answered(task: str, sample: int, selection: str, score: float) -> dict[str, Any]:
     one = row(task, selection, score=score)
     one["identity"]["sample"] = sample

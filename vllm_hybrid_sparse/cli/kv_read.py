@@ -6,10 +6,16 @@ from vllm_hybrid_sparse.load.prometheus import total
 _NAMES = {family.field: family.name for family in COUNTERS}
 
 
-def share_of_kv_read(exposition: str) -> float | None:
-    """Bytes read over those that full attention would have read, since the server began.
+def kv_bytes(exposition: str) -> tuple[float, float] | None:
+    """Bytes read, and those that full attention would have read, since the server began.
 
-    None where the backend is not selected, or where nothing was decoded.
+    None where the backend is not selected.
     """
     read, full = (total(exposition, _NAMES[field]) for field in ("read_bytes", "total_bytes"))
-    return read / full if read is not None and full else None
+    return None if read is None or full is None else (read, full)
+
+
+def share_of_kv_read(exposition: str) -> float | None:
+    """The first of `kv_bytes` over the second; None where the backend is not selected or nothing was decoded."""
+    read, full = kv_bytes(exposition) or (0.0, 0.0)
+    return read / full if full else None
