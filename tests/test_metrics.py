@@ -1,6 +1,7 @@
 """Sums over what was read, and the line that a person reads."""
 
 from dataclasses import fields
+from types import SimpleNamespace
 
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 
@@ -21,6 +22,18 @@ STEP = DecodeStats(
     streaming=3,
     anchor_bytes=GIB // 4,
 )
+
+
+def test_the_native_sums_are_taken_over_by_name() -> None:
+    native = SimpleNamespace(
+        items=1, pages_total=20, pages_read=3, pages_wasted=4, summaries_scored=5, stopped_early=6, judged=7,
+        kept_mass=6.5, microbatches=8, streaming=9, anchor_pages=10,
+    )  # fmt: skip
+    layout = SimpleNamespace(page_bytes=100, summary_bytes=8)
+    assert DecodeStats.from_native(native, layout) == DecodeStats(
+        selections=1, pages_total=20, pages_read=3, pages_wasted=4, total_bytes=2000, read_bytes=740, summary_bytes=40,
+        early_stops=6, judged=7, kept_mass=6.5, microbatches=8, streaming=9, anchor_bytes=1000,
+    )  # fmt: skip
 
 
 def test_every_sum_is_added() -> None:

@@ -72,6 +72,28 @@ def test_blocks_that_are_copied_zeroed_or_loaded_are_dropped_in_every_layer(work
     assert resident(worker) == {0, 2, 4}
 
 
+def test_a_block_that_was_loaded_in_part_is_dropped_too(worker: Any) -> None:
+    new = SimpleNamespace(block_ids=([5, 4, 3],), num_computed_tokens=33)
+    worker.execute_model(step(scheduled_new_reqs=[new]))
+    assert worker._runtime.loaded_blocks.tolist() == [4, 5]
+    assert resident(worker) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(("resumed", "left"), [({"a"}, {1, 3, 4, 5}), (set(), {0, 1, 2, 3, 4, 5})])
+def test_of_a_request_that_goes_on_blocks_are_dropped_where_it_was_preempted(
+    resumed: set[str], left: set[int], worker: Any
+) -> None:
+    """Blocks of one that was not are new, and hold nothing; of one that was they may have been loaded."""
+    cached = SimpleNamespace(
+        req_ids=["a", "b"],
+        new_block_ids=[([2, 0, 1],), None],
+        num_computed_tokens=[64, 32],
+        resumed_req_ids=resumed,
+    )
+    worker.execute_model(step(scheduled_cached_reqs=cached))
+    assert resident(worker) == left
+
+
 def test_layers_of_two_shapes_cannot_share_a_pool(worker: Any) -> None:
     runtime = worker._runtime
     kernels = [

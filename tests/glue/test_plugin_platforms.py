@@ -11,7 +11,7 @@ import torch
 from vllm import platforms
 
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.glue import plugin
+from vllm_hybrid_sparse.glue import plugin, support
 from vllm_hybrid_sparse.glue.plugin import CPU_WORKER_PATH, CUDA_WORKER_PATH, hook_platform
 from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, member
 from vllm_hybrid_sparse.glue.scheduler_choice import SCHEDULER_PATH
@@ -165,6 +165,81 @@ def test_a_checkpoint_with_a_quantised_cache_is_told_how_it_is_served(monkeypatc
         model_config=SimpleNamespace(dtype=torch.bfloat16),
     )
     with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8_e4m3: .* --kv-cache-dtype bfloat16"):
+        platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
+
+
+LAYER_REFUSALS = {
+    "use_mla": True, "use_sparse": True, "has_sink": True, "use_mm_prefix": True, "use_per_head_quant_scales": True,
+    "has_sliding_window": True, "use_non_causal": True, "use_batch_invariant": True, "use_rswa": True,
+    "attn_type": "encoder", "head_size": 20, "dtype": torch.float64, "kv_cache_dtype": "fp8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYER_REFUSALS)
+@pytest.mark.parametrize("on_cuda", [True, False])
+def test_a_layer_that_asks_for_what_is_not_served_is_refused(
+    name: str, on_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU vLLM itself does not ask."""
+    value = LAYER_REFUSALS[name]
+    selector = SimpleNamespace(**(SELECTOR | {name: value}))
+    with pytest.raises(ConfigError, match=rf"^{name}={value}: .*\(attention backend hybrid_sparse\)"):
+        platform_of(monkeypatch, on_cuda=on_cuda).get_attn_backend_cls(member(), selector)
+    assert platform_of(monkeypatch, on_cuda=on_cuda).get_attn_backend_cls(None, selector) == "vllm's"
+
+
+def model_of(**changes: Any) -> Any:
+    given: dict[str, Any] = {
+        "model": "some/model",
+        "dtype": torch.bfloat16,
+        "use_mla": False,
+        "is_encoder_decoder": False,
+        "is_hybrid": False,
+        "get_sliding_window": lambda: None,
+        "get_head_size": lambda: 64,
+        "hf_text_config": SimpleNamespace(),
+    }
+    return SimpleNamespace(**(given | changes))
+
+
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_mla": True}, "model=some/model: multi-head latent attention"),
+        ({"is_encoder_decoder": True}, "model=some/model: encoder-decoder models"),
+        ({"is_hybrid": True}, "model=some/model: models that mix attention with state-space layers"),
+        ({"dtype": torch.float64}, "dtype=torch.float64: must be bfloat16"),
+        ({"get_sliding_window": lambda: 4096}, "sliding_window=4096: .*--disable-sliding-window"),
+        ({"get_head_size": lambda: 40}, "head_size=40: must be a multiple of 16"),
+        ({"hf_text_config": SimpleNamespace(attn_logit_softcapping=50.0)}, "attn_logit_softcapping=50.0: soft-capped"),
+        ({"hf_text_config": SimpleNamespace(attention_chunk_size=8192)}, "attention_chunk_size=8192: chunked local"),
+        ({"hf_text_config": SimpleNamespace(alibi=True)}, "alibi=True: ALiBi"),
+        ({"hf_text_config": SimpleNamespace(model_type="bloom")}, "alibi=True: ALiBi"),
+    ],
+)
+def test_a_model_that_is_not_served_is_refused(
+    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = platform_of(monkeypatch, on_cuda=False)
+    platform.check_and_update_config(config_of(member(), model_config=model_of()))
+    with pytest.raises(ConfigError, match=said):
+        platform.check_and_update_config(config_of(member(), model_config=model_of(**changes)))
+
+
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_a_context_that_is_split_over_workers_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = SimpleNamespace(worker_cls="auto", enable_dbo=False, **{name: 2})
+    with pytest.raises(ConfigError, match=f"{name}=2: context parallelism is not supported"):
+        platform_of(monkeypatch, on_cuda=False).check_and_update_config(config_of(member(), parallel_config=parallel))
+
+
+@pytest.mark.usefixtures("no_loggers")
+def test_an_instruction_set_that_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "supported_isas", lambda: ["avx2", "scalar"])
+    config = config_of(member(), additional_config={"hybrid_sparse": {"isa": "avx512"}})
+    with pytest.raises(ConfigError, match=r"hybrid_sparse.isa='avx512': this machine runs avx2, scalar"):
         platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
 
 

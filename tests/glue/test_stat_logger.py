@@ -18,7 +18,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_hybrid_sparse.glue import stat_logger_hook
-from vllm_hybrid_sparse.glue.metric_families import COUNTERS, DEVICE_COUNTERS, PREFIX, exposed_names
+from vllm_hybrid_sparse.glue.metric_families import COUNTERS, DEVICE_COUNTERS, PREFIX, Family, exposed_names
 from vllm_hybrid_sparse.glue.registration import member
 from vllm_hybrid_sparse.glue.stat_logger import HybridSparseStatLogger, _unregister_ours
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport, take_report
@@ -38,6 +38,8 @@ DECODE = DecodeStats(
     judged=10,
     kept_mass=9.5,
     microbatches=11,
+    streaming=12,
+    anchor_bytes=13,
 )
 TIERS = TierStats(
     groups=2,
@@ -110,6 +112,28 @@ def test_the_shared_empty_output_of_vllm_is_not_written_to() -> None:
     own = ModelRunnerOutput(req_ids=[], req_id_to_index={})
     assert REPORT.attach(own) is own
     assert output is not EMPTY_MODEL_RUNNER_OUTPUT
+
+
+FIELDS = {
+    "decode_rows": "rows", "selections": "selections", "context_pages": "pages_total", "read_pages": "pages_read",
+    "wasted_pages": "pages_wasted", "context_bytes": "total_bytes", "read_bytes": "read_bytes",
+    "summary_read_bytes": "summary_bytes", "early_stops": "early_stops", "judged_selections": "judged",
+    "kept_mass": "kept_mass", "microbatches": "microbatches", "streaming_selections": "streaming",
+    "anchor_read_bytes": "anchor_bytes",
+}  # fmt: skip
+DEVICE_FIELDS = {
+    "device_wanted_pages": "pages_wanted", "device_hit_pages": "pages_hit", "device_fetched_pages": "pages_fetched",
+    "device_evicted_pages": "pages_evicted", "device_failed_loads": "failed_loads",
+    "device_busy_seconds": "device_busy_s", "host_busy_seconds": "host_busy_s", "device_step_seconds": "step_s",
+    "host_selections": "groups_on_host", "host_pages": "pages_on_host",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("families", "wanted"), [(COUNTERS, FIELDS), (DEVICE_COUNTERS, DEVICE_FIELDS)])
+def test_a_counter_is_of_the_sum_that_its_name_says(families: tuple[Family, ...], wanted: dict[str, str]) -> None:
+    assert {family.name: family.field for family in families} == {
+        f"vllm_hybrid_sparse_{name}_total": field for name, field in wanted.items()
+    }
 
 
 def test_every_sum_has_a_counter_that_grows_by_the_steps_difference() -> None:

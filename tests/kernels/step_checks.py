@@ -8,12 +8,28 @@ from torch import Tensor
 from tests.kernels.served_layer import ServedLayer, Step
 from tests.tolerances import CODE_TIE, SCORE_TIE, THRESHOLD_TIE, assert_close
 from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_weights
-from vllm_hybrid_sparse.kernels.paged_attention.reference import paged_attention
+from vllm_hybrid_sparse.kernels.paged_attention.reference import BatchResult, paged_attention
 from vllm_hybrid_sparse.kernels.progressive.reference import ProgressiveResult, with_unread
 from vllm_hybrid_sparse.kernels.score.reference import score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
 from vllm_hybrid_sparse.policy.selectors import SpecSelector, group_scores
+
+
+def reference(layer: ServedLayer, step: Step) -> BatchResult:
+    """What a step should have done."""
+    return paged_attention(
+        step.query,
+        [request.key for request in step.requests],
+        [request.value for request in step.requests],
+        query_lens=step.query_lens,
+        decode_mask=step.decode_mask,
+        selector=SpecSelector(step.selection),
+        retained=step.retained,
+        scale=layer.shape.scale,
+        summary=layer.shape.summary,
+        code_bits=layer.shape.code_bits,
+    )
 
 
 def check_step(layer: ServedLayer, step: Step) -> list[str]:
@@ -22,19 +38,7 @@ def check_step(layer: ServedLayer, step: Step) -> list[str]:
     Returns the excuses: rows whose pages differ because the reference itself is within rounding of deciding otherwise.
     Their output is still compared, with attention over the pages that were read.
     """
-    shape = layer.shape
-    expected = paged_attention(
-        step.query,
-        [request.key for request in step.requests],
-        [request.value for request in step.requests],
-        query_lens=step.query_lens,
-        decode_mask=step.decode_mask,
-        selector=SpecSelector(step.selection),
-        retained=step.retained,
-        scale=shape.scale,
-        summary=shape.summary,
-        code_bits=shape.code_bits,
-    )
+    shape, expected = layer.shape, reference(layer, step)
     excuses = []
     wanted, groups = expected.out, iter(expected.groups)
     rows = torch.tensor(step.query_lens).cumsum(0) - 1

@@ -17,13 +17,14 @@ RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
 DENSE = SelectionSpec()
 TOPK = SelectionSpec(ranked=True, max_pages=3)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1, 3, 4, 5, 8
+GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1 to 5 and 8
     "g1-d64-b32": (2, 2, 64, 32),
     "g3-d16-b16": (3, 1, 16, 16),
     "g4-d80-b128": (8, 2, 80, 128),
     "g5-d64-b16": (5, 1, 64, 16),
     "g8-d128-b32": (8, 1, 128, 32),
     "g3-d64-b128": (9, 3, 64, 128),
+    "g2-d256-b32": (4, 2, 256, 32),
 }
 
 

@@ -185,9 +185,9 @@ def test_threads_do_not_change_what_is_read() -> None:
     outputs, plans = list[torch.Tensor](), list[list[list[list[int]]]]()
     for threads in (1, 2, 5):
         mirror = MirroredFluxion(
-            small(num_threads=threads), some_predictor(small(num_threads=threads), RETAINED), RETAINED, num_blocks=200
+            small(num_threads=threads), some_predictor(small(num_threads=threads), RETAINED), RETAINED, num_blocks=360
         )
-        rows = [(mirror.start(), length) for length in (60, 2500)]
+        rows = [(mirror.start(), length) for length in (60, 4800)]  # of which two parts are scored
         mirror.step(*rows)
         step = mirror.step(*((request, 1) for request, _ in rows))
         outputs.append(step.output)

@@ -19,7 +19,7 @@ from vllm_hybrid_sparse.values import SelectionSpec
 
 def served(shape: Shape, tokens: int) -> tuple[ServedLayer, Request, torch.Tensor, torch.Tensor]:
     """A layer with one request, its block table and a query."""
-    layer = ServedLayer(shape, num_blocks=40)
+    layer = ServedLayer(shape, num_blocks=tokens // shape.block_tokens + 8)
     request = layer.start()
     layer.step([(request, tokens)], decode=False)
     return layer, request, torch.tensor(request.blocks, dtype=torch.int32), layer.random(shape.num_q_heads, 64)
@@ -66,6 +66,20 @@ def test_scores_are_those_of_the_references(isa: str, summary: str, threads: int
                 expected = reference_scores(one, summarize_pages(keys, summary), shape.scale, summary)
             tie = CODE_TIE if summary == "key_codes" else SCORE_TIE
             torch.testing.assert_close(scores[head].double(), expected[0], rtol=0, atol=tie)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("code_bits", [1, 2])
+def test_scores_of_key_codes_over_many_pages_are_the_reference_s(isa: str, code_bits: int, threads: int) -> None:
+    """The kernel scores 128 pages at a time."""
+    shape = Shape(num_q_heads=6, summary="key_codes", code_bits=code_bits, isa=isa, num_threads=threads)
+    layer, request, table, query = served(shape, 4500)
+    for first, end in ((0, 281), (3, 150)):
+        scores = score_pages(layer.attention, query, layer.kv_cache, table, first, end)
+        for kv_head in (0, 1):
+            keys, heads = request.key[16 * first : 16 * end, kv_head], slice(3 * kv_head, 3 * kv_head + 3)
+            expected = estimate_weights(query[heads], encode_keys(keys, code_bits), shape.scale)
+            torch.testing.assert_close(scores[heads].double(), expected, rtol=0, atol=CODE_TIE)
 
 
 def test_a_row_of_length_zero_is_stored_and_not_attended() -> None:

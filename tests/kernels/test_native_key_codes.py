@@ -42,10 +42,17 @@ def test_stored_codes_are_the_reference_s(isa: str, dtype: torch.dtype, head_dim
     assert differing <= 0.002 * total  # a float32 sum on the edge of two codes
 
 
-def decode_steps(shape: Shape, selection: SelectionSpec, *, sharpness: float, steps: int = 6) -> list[str]:
-    """Decode some steps of two requests, each checked; returns the rows whose plans were within rounding of another."""
-    layer = ServedLayer(shape, num_blocks=1100 // shape.block_tokens + 4)
-    rows = [(layer.start(), length) for length in (700, 330)]
+def decode_steps(
+    shape: Shape,
+    selection: SelectionSpec,
+    *,
+    sharpness: float,
+    steps: int = 6,
+    lengths: tuple[int, ...] = (700, 330),
+) -> list[str]:
+    """Decode some steps of requests, each checked; returns the rows whose plans were within rounding of another."""
+    layer = ServedLayer(shape, num_blocks=(sum(lengths) + 70) // shape.block_tokens + 4)
+    rows = [(layer.start(), length) for length in lengths]
     layer.step(rows)
     excuses = []
     for _ in range(steps):
@@ -66,6 +73,23 @@ def test_pages_read_are_the_reference_s(
 ) -> None:
     shape = Shape(isa=isa, dtype=dtype, num_q_heads=2 * group, summary="key_codes", code_bits=code_bits)
     assert len(decode_steps(shape, selection, sharpness=2.0)) <= 4  # of 24 rows
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("selection", [ESTIMATED, TOPK], ids=["estimated", "topk"])
+def test_long_rows_are_scored_in_several_parts(selection: SelectionSpec, num_threads: int) -> None:
+    """By 128 pages on a thread, and by a thread's share."""
+    shape = Shape(summary="key_codes", num_threads=num_threads)
+    assert len(decode_steps(shape, selection, sharpness=2.0, steps=2, lengths=(4200, 330))) <= 2  # of 8 rows
+
+
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("code_bits", [1, 2])
+def test_wide_heads(isa: str, dtype: torch.dtype, code_bits: int) -> None:
+    """Wider than what one pass over a code takes."""
+    shape = Shape(isa=isa, dtype=dtype, head_dim=256, scale=0.0625, summary="key_codes", code_bits=code_bits)
+    assert len(decode_steps(shape, ESTIMATED, sharpness=2.0, steps=3)) <= 2  # of 12 rows
 
 
 @pytest.mark.parametrize("head_dim", [16, 80, 128, 256, 512])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.served_layer import ServedLayer, Shape
-from tests.kernels.step_checks import check_step
+from tests.kernels.step_checks import check_step, reference
 from vllm_hybrid_sparse.kernels.paged_attention.native import native_selection, supported_isas
 from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 
@@ -171,7 +171,7 @@ def test_the_counts_are_those_of_the_plans(num_threads: int, threshold: float) -
     layer.step(list(zip(requests, (599, 84, 20), strict=True)))
     layer.attention.reset_stats()
     selection = SelectionSpec(ranked=True, threshold=threshold, microbatch_pages=2)
-    layer.step([(request, 1) for request in requests], selection=selection, retained=RETAINED)
+    step = layer.step([(request, 1) for request in requests], selection=selection, retained=RETAINED)
     stats = layer.attention.stats()
     plans = [layer.attention.last_plan(index, kv_head) for index in range(3) for kv_head in range(2)]
     candidates = [candidates_of(length) for length in (600, 85, 21) for _ in range(2)]
@@ -183,5 +183,24 @@ def test_the_counts_are_those_of_the_plans(num_threads: int, threshold: float) -
     assert stats.summaries_scored == sum(candidates)
     assert stats.microbatches == sum((len(plan) + 1) // 2 for plan in plans)
     assert stats.judged == sum(n > 0 for n in candidates)
-    assert threshold * stats.judged <= stats.kept_mass <= stats.judged
+    masses = [
+        float(result.mass[-1].min()) for group in reference(layer, step).groups for result in group if result.mass
+    ]
+    assert len(masses) == stats.judged
+    assert stats.kept_mass == pytest.approx(sum(masses), rel=1e-4)
+    assert (stats.kept_mass == stats.judged) is (threshold == 1)
     assert stats.stopped_early == sum(len(plan) < n for plan, n in zip(plans, candidates, strict=True))
+
+
+def test_pages_that_were_read_ahead_of_a_stop_are_counted() -> None:
+    """Threads take microbatches before it is known that they are needed."""
+    layer = ServedLayer(Shape(num_threads=4), num_blocks=80)
+    request = layer.start()
+    layer.step([(request, 2000)])
+    layer.attention.reset_stats()
+    selection = SelectionSpec(ranked=True, threshold=0.3, microbatch_pages=1)
+    layer.step([(request, 1)], selection=selection, retained=RETAINED)
+    stats, plans = layer.attention.stats(), [layer.attention.last_plan(0, kv_head) for kv_head in range(2)]
+    assert stats.stopped_early == 2
+    assert stats.pages_wasted > 0
+    assert stats.pages_wasted + sum(map(len, plans)) <= stats.pages_candidate

@@ -1,8 +1,35 @@
-"""Where the host runtime's own threads run."""
+"""What the settings become in the host runtime, and where its threads run."""
 
 import pytest
+import torch
 
-from vllm_hybrid_sparse.runtime.host import helper_cpus
+from vllm_hybrid_sparse import _native
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.runtime.host import HostRuntime, helper_cpus
+from vllm_hybrid_sparse.values import summary_bytes
+
+
+def kernel_of(runtime: HostRuntime) -> NativeAttention:
+    return runtime.attention(
+        dtype=torch.float32, num_q_heads=2, num_kv_heads=1, head_dim=64, block_tokens=16, scale=0.125
+    )
+
+
+def test_the_settings_reach_the_kernel() -> None:
+    runtime = HostRuntime(HybridSparseConfig(isa="scalar", code_bits=1, num_threads=3, thread_pool="own"))
+    kernel = kernel_of(runtime)
+    assert (kernel.isa, runtime.isa) == ("scalar", "scalar")
+    assert kernel.layout.summary_bytes == summary_bytes("key_codes", 64, 4, 1) != summary_bytes("key_codes", 64, 4, 2)
+    assert (runtime.pool.size, runtime.helpers) == (3, "own")
+    hgca = kernel_of(HostRuntime(HybridSparseConfig(policy="hgca", num_threads=1)))
+    assert hgca.layout.summary_bytes == 0
+
+
+@pytest.mark.skipif(not _native.openmp_is_loaded(), reason="torch's OpenMP is not GNU's here")
+@pytest.mark.parametrize("thread_pool", ["auto", "openmp"])
+def test_torch_s_threads_help_where_they_are_there(thread_pool: str) -> None:
+    assert HostRuntime(HybridSparseConfig(thread_pool=thread_pool, num_threads=2)).helpers == "openmp"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""The host store is real memory before the first request."""
+
+from pathlib import Path
+
+import torch
+
+from vllm_hybrid_sparse.memory.prefault import prefault
+
+MIB = 1 << 20
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * 4096
+
+
+def test_memory_is_populated_or_said_not_to_be() -> None:
+    tensor = torch.empty(64 * MIB, dtype=torch.uint8)
+    before = resident_bytes()
+    declined = prefault(tensor)
+    grown = resident_bytes() - before
+    assert grown > 60 * MIB or any(name.startswith("populate") for name in declined)
+
+
+def test_contents_stay_and_a_part_of_a_storage_populates_all_of_it() -> None:
+    tensor = torch.arange(8 * MIB, dtype=torch.int32)
+    expected = tensor.clone()
+    prefault(tensor[:1])
+    assert torch.equal(tensor, expected)
+
+
+def test_less_than_a_page_is_left_alone() -> None:
+    assert prefault(torch.zeros(3)) == []
+    assert prefault(torch.zeros(0)) == []
