@@ -35,7 +35,11 @@ class RowFile:
         for row in found:
             if row.get("commit") == commit:
                 self._rows[row_key(row["identity"])] = row
-        path.write_text("".join(json.dumps(row) + "\n" for row in self._rows.values()), encoding="utf-8")
+        kept = "".join(json.dumps(row) + "\n" for row in self._rows.values())
+        if kept != path.read_text(encoding="utf-8"):  # rows were dropped, or a last line was cut off
+            scratch = path.with_name(f"{path.name}.partial")
+            scratch.write_text(kept, encoding="utf-8")
+            scratch.replace(path)
 
     def get(self, identity: Mapping[str, object]) -> Row | None:
         """The row measured for `identity`, if there is one."""

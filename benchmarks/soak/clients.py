@@ -89,7 +89,9 @@ class Clients:
         known = rng.choice(self._known)
         after = rng.randint(1, 2 * len(known.answer))
         reply = await self._answered(self._talk.streamed(self._talk.greedy(known.prompt, _LONG_TOKENS), after))
-        if reply is not None:
+        if reply is not None and reply.status != 200:
+            self._tally.mishap("lost", why=f"HTTP {reply.status}: {reply.text}", broken_off=True)
+        elif reply is not None:
             begun = len(known.answer)
             self._tally.tokens += len(reply.token_ids)
             if reply.token_ids[:begun] != known.answer[: len(reply.token_ids)]:

@@ -156,6 +156,26 @@ def test_work_of_another_calibration_is_refused(
     assert out.read_bytes() != before
 
 
+def test_samples_are_not_taken_for_those_of_other_windows(
+    model_folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not where texts come in another order, and not where nothing says what samples are of."""
+    other, out = text.with_name("other.txt"), tmp_path / "p.safetensors"
+    other.write_text(text.read_text(encoding="utf-8")[50:], encoding="utf-8")
+    both = ("--texts", str(text), str(other))
+    assert main(arguments(model_folder, text, out, *both)) == 0
+    assert main(arguments(model_folder, text, out, "--texts", str(other), str(text))) == 1
+    assert "holds samples of another windows" in capsys.readouterr().err
+    manifest = out.with_name("p.safetensors.work") / "manifest.json"
+    for left in ("", "["):
+        manifest.write_text(left, encoding="utf-8")
+        assert main(arguments(model_folder, text, out, *both)) == 1
+        assert "nothing says what they are of; name another folder or delete it" in capsys.readouterr().err
+    manifest.unlink()
+    assert main(arguments(model_folder, text, out, *both)) == 1
+    assert "nothing says what they are of" in capsys.readouterr().err
+
+
 def test_bad_input_is_refused_with_its_rule(
     model_folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hybrid_sparse.cli import main as main_module
 from vllm_hybrid_sparse.cli.main import main
 from vllm_hybrid_sparse.cli.smollm2 import CACHE_VARIABLE
 
@@ -38,3 +39,23 @@ def test_no_command_is_a_usage_error() -> None:
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'gguf'", name="gguf"), "the package gguf is not installed; pip install"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_what_a_machine_lacks_is_said_in_a_line(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_say: object) -> Path:
+        raise error
+
+    monkeypatch.setattr(main_module, "model_dir", fails)
+    assert main(["model"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hybrid-sparse: ")
+    assert said in line

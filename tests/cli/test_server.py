@@ -85,6 +85,14 @@ def test_ready_server_answers_and_has_the_environment(tmp_path: Path) -> None:
     assert not server.running()
 
 
+def test_a_proxy_is_not_asked_for_a_server_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with StandIn(HEALTHY, tmp_path / "log") as server:
+        server.wait_ready(30)
+
+
 def test_early_end_is_an_error_with_status_and_log(tmp_path: Path) -> None:
     with StandIn(ENDS_AT_ONCE, tmp_path / "server.log") as server, pytest.raises(ServerError) as caught:
         server.wait_ready(30)

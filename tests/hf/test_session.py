@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
@@ -214,6 +225,40 @@ def test_what_cannot_be_served_is_refused() -> None:
     model.set_attn_implementation("hybrid_sparse")
     with pytest.raises(ConfigError, match="enter a SparseSession"):
         model(prompt())
+
+
+def test_a_model_that_attends_by_code_of_its_own_is_refused() -> None:
+    model = GPTJForCausalLM(GPTJConfig(vocab_size=128, n_positions=256, n_embd=64, n_layer=1, n_head=4, rotary_dim=16))
+    with (
+        pytest.raises(ConfigError, match="model=GPTJForCausalLM: must attend through Transformers' AttentionInterface"),
+        SparseSession(model, HybridSparseConfig(), max_tokens=64),
+    ):
+        pass
+
+
+def test_a_model_with_a_window_is_refused() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = MistralConfig(vocab_size=128, num_key_value_heads=2, sliding_window=64, **sizes)
+    model = MistralForCausalLM(config).eval()
+    with (
+        SparseSession(model, HybridSparseConfig(), max_tokens=1024),
+        pytest.raises(ConfigError, match="must be causal over one whole sequence"),
+    ):
+        model(prompt())
+
+
+def test_a_cache_of_another_sequence_is_not_taken_for_the_stored_one() -> None:
+    model, token = tiny_llama(), torch.tensor([[5]])
+    with SparseSession(model, HybridSparseConfig(policy="dense"), max_tokens=1024) as session, torch.no_grad():
+        first = model(prompt(1)).past_key_values
+        alone = model(token, past_key_values=copy.deepcopy(first)).logits
+        second = model(prompt(2)).past_key_values
+        with pytest.raises(KernelError, match=r"another sequence than is stored; call adopt\(\) before"):
+            model(token, past_key_values=copy.deepcopy(first))
+        session.adopt()
+        torch.testing.assert_close(model(token, past_key_values=first).logits, alone)
+        session.adopt()
+        model(token, past_key_values=second)
 
 
 @pytest.mark.parametrize("summary", ["minmax", "cuboid_mean", "key_codes"])

@@ -137,7 +137,8 @@ def _model_config(options: CalibrationOptions) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(options.model).get_text_config()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model={options.model}: must be the folder or the name of a Transformers causal language model"
+            f"model={options.model}: must be the folder or the name of a Transformers causal language model "
+            f"({str(error).partition(chr(10))[0]})"
         ) from error
     longest = getattr(config, "max_position_embeddings", None)
     if longest and options.tokens > longest:
@@ -171,13 +172,13 @@ def _claim_work_folder(options: CalibrationOptions, shape: ModelShape, windows: 
         "unread_attributed": options.attributed,
         "seed": options.training.seed,
         "feature_version": FEATURE_VERSION,
-        "windows": {
-            window.name: hashlib.sha256(window.token_ids.numpy().tobytes()).hexdigest()[:16] for window in windows
-        },
+        "windows": [  # in their order: shards are numbered
+            [window.name, hashlib.sha256(window.token_ids.numpy().tobytes()).hexdigest()[:16]] for window in windows
+        ],
     }
     path = options.work_folder / "manifest.json"
-    if path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
+    if path.is_file() or any(options.work_folder.glob("window-*.npz")):
+        found = _read_manifest(path, options)
         for name, value in manifest.items():
             if found.get(name) != value:
                 raise ConfigError(
@@ -186,11 +187,24 @@ def _claim_work_folder(options: CalibrationOptions, shape: ModelShape, windows: 
         return
     try:
         options.work_folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        scratch = path.with_suffix(".partial")
+        scratch.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        scratch.replace(path)
     except OSError as error:
         raise ConfigError(
             f"work={options.work_folder}: must be a folder that can be written ({error.strerror})"
         ) from error
+
+
+def _read_manifest(path: Path, options: CalibrationOptions) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"work={options.work_folder}: holds samples of which nothing says what they are of; name another folder or "
+            "delete it"
+        ) from error
+    return found if isinstance(found, dict) else {}
 
 
 def _collect(options: CalibrationOptions, windows: list[TextWindow]) -> None:

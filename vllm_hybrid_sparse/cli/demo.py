@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from openai import OpenAI, OpenAIError
+from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
 from vllm_hybrid_sparse.cli.haystack import Haystack, make_haystack
 from vllm_hybrid_sparse.cli.kv_read import share_of_kv_read
@@ -104,7 +104,13 @@ def _measure(side: Side, model: Path, haystack: Haystack) -> Outcome:
     with Server(model, args, {"VLLM_CPU_OMP_THREADS_BIND": core_list()}, log_path) as server:
         with Progress("starting the server:"):
             server.wait_ready(_START_TIMEOUT_S)
-        client = OpenAI(base_url=server.base_url, api_key="none", timeout=_REQUEST_TIMEOUT_S, max_retries=0)
+        client = OpenAI(
+            base_url=server.base_url,
+            api_key="none",
+            timeout=_REQUEST_TIMEOUT_S,
+            max_retries=0,
+            http_client=DefaultHttpxClient(trust_env=False),  # no proxy
+        )
         try:
             complete(client, _SERVED_NAME, "Once upon a time", 8, _ignore)  # the first request is never typical
             replies = _ask_all(client, haystack)

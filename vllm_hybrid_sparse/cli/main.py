@@ -29,9 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "bench":
             return _bench(arguments, sys.argv[1:] if argv is None else argv)
         return _demo(arguments)
-    except HybridSparseError as error:
+    except ModuleNotFoundError as error:
+        missing = f"the package {error.name} is not installed; pip install 'vllm-hybrid-sparse[demo]' brings all"
+        print(f"hybrid-sparse: {missing}", file=sys.stderr)
+    except (HybridSparseError, OSError) as error:
         print(f"hybrid-sparse: {error}", file=sys.stderr)
-        return 1
+    return 1
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ _PORT_TRIES = 100
 # The last line of a traceback, behind what vLLM puts before it: "(Worker pid=7) ERROR … [core.py:9] ValueError: …".
 _EXCEPTION = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .*)")
 _ERRORS_SHOWN = 3
+_ASK = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # a proxy does not know our loopback address
 
 
 class ServerError(HybridSparseError, RuntimeError):
@@ -176,7 +177,7 @@ class Server:
     def metrics(self) -> str:
         """Return the text of the server's /metrics; ServerError where it does not answer."""
         try:
-            with urllib.request.urlopen(f"http://{HOST}:{self.port}/metrics", timeout=_METRICS_TIMEOUT_S) as answer:
+            with _ASK(f"http://{HOST}:{self.port}/metrics", timeout=_METRICS_TIMEOUT_S) as answer:
                 return str(answer.read().decode("utf-8"))
         except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
             raise self.failure(f"/metrics does not answer ({error})") from error
@@ -206,7 +207,7 @@ class Server:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{HOST}:{self.port}/health", timeout=5) as answer:
+            with _ASK(f"http://{HOST}:{self.port}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
 
 from vllm_hybrid_sparse.errors import ConfigError
 
@@ -18,13 +19,15 @@ Attend = Callable[..., tuple[Tensor, None]]
 def attention_implementation(model: PreTrainedModel, name: str, attend: Attend) -> Iterator[None]:
     """Have the model attend by `attend`, registered under `name`; its implementation before comes back at the end.
 
-    No mask is built: one unpadded sequence is causal, and padding raises ConfigError. The name stays registered, so
-    `attend` must refuse calls that come outside of the context.
+    No mask is built: one unpadded sequence is causal, and padding raises ConfigError, as does a model that attends by
+    code of its own. The name stays registered, so `attend` must refuse calls that come outside of the context.
     """
     before = model.config._attn_implementation
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, _no_mask)
     model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:  # Transformers only logs that it leaves things as they are
+        raise ConfigError(f"model={type(model).__name__}: must attend through Transformers' AttentionInterface")
     try:
         yield
     finally:
@@ -77,7 +80,14 @@ class AttentionSession:
             self._row_by_row = False
 
 
-def _no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
+def _no_mask(
+    *_: Any,
+    attention_mask: Tensor | None = None,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    **__: Any,
+) -> None:
     """What stands in for a mask; attention_mask [1, tokens], 0 where a token is padding."""
+    if mask_function is not causal_mask_function:  # of a window, of chunks, of sequences side by side, of a prefix
+        raise ConfigError("attention_mask: must be causal over one whole sequence, and the model's is not")
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ConfigError("attention_mask: must be all ones, since padding is not supported; leave it out")

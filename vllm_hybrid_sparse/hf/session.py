@@ -56,6 +56,7 @@ class _Layer:
     hgca: _native.HgcaLayer | None
     fluxion: _native.FluxionLayer | None
     tokens: int = 0
+    last_key: Tensor = field(default_factory=lambda: torch.empty(0))  # [kv_heads, head_dim] of the last of them
     adoption: int = 0  # the session's, when `tokens` was last true
 
 
@@ -154,6 +155,8 @@ class SparseSession(AttentionSession):
             raise KernelError(
                 f"layer {index}: {new} tokens follow {total - new}, but {layer.tokens} are stored; begin with a prefill"
             )
+        if total > new and not torch.equal(layer.last_key, key[:, total - new - 1]):
+            raise KernelError(f"layer {index}: the cache is of another sequence than is stored; call adopt() before")
         new_key, new_value = (part[:, total - new :].transpose(0, 1).contiguous() for part in (key, value))
         output = torch.empty(new, query.shape[0], query.shape[2], dtype=query.dtype)
         batch = NativeBatch.from_tensors(
@@ -176,7 +179,7 @@ class SparseSession(AttentionSession):
             layer.hgca,
             layer.fluxion,
         )
-        layer.tokens = total
+        layer.tokens, layer.last_key = total, key[:, -1].clone()
         if self._watch and new == 1:
             plans = [layer.attention.last_plan(0, head) for head in range(key.shape[0])]
             packed = self.hgca_positions(index) if layer.hgca is not None else []
@@ -208,7 +211,7 @@ class SparseSession(AttentionSession):
         layer.attention.forward(
             query, new_key, new_value, layer.kv_cache, batch, self.runtime.selection, None, torch.empty_like(query)
         )
-        layer.tokens = tokens
+        layer.tokens, layer.last_key = tokens, key[:, -1].clone()
 
     def hgca_positions(self, index: int) -> list[list[int]]:
         """What HGCA has packed of the sequence in one layer: [kv_heads] positions. ConfigError under other policies."""
@@ -262,8 +265,11 @@ def _attend(
         raise ConfigError(f"batch of {query.shape[0]}: one sequence at a time")
     if attention_mask is not None:
         raise ConfigError(f"attention_mask of shape {tuple(attention_mask.shape)}: must be none; a sequence is causal")
-    if extra.get("sliding_window"):
-        raise ConfigError(f"sliding_window={extra['sliding_window']}: must be none")
+    if query.device.type != "cpu":
+        raise ConfigError(f"device={query.device}: must be cpu")
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if extra.get(name) is not None:
+            raise ConfigError(f"{name}={extra[name]}: must be none")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output = session.attend(module.layer_idx, query[0], key[0], value[0], scale)
     return output[None], None
