@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from benchmarks.gpu_timing_rows import (
     table,
     together,
 )
+from benchmarks.kv_shape import KVShape, read_shape
 from benchmarks.report import save
 from benchmarks.serving.backends import FILLING_CONNECTOR, stop_servers_when_terminated
 from vllm_hybrid_sparse.values import PAGE_TOKENS
@@ -56,40 +56,16 @@ _SHOWN_LINES = 40  # of the log of a side that failed
 _SPARE = 1.15  # summaries and blocks begun, of the KV bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Of a model, what its KV cache depends on."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def token_bytes(self) -> int:
-        """KV bytes of a token, BF16."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * BF16_BYTES
-
-    def pool_pages(self, device_gib: float) -> int:
-        """Page slots (K and V of 16 tokens of a KV head) that so much device memory holds."""
-        return int(device_gib * 2**30) // (2 * PAGE_TOKENS * self.head_dim * BF16_BYTES)
-
-
-def read_shape(model: Path) -> Shape:
-    """The shape of the model in a folder."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    q_heads = config["num_attention_heads"]
-    return Shape(
-        layers=config["num_hidden_layers"],
-        kv_heads=config.get("num_key_value_heads") or q_heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // q_heads,
-    )
+def pool_pages(shape: KVShape, device_gib: float) -> int:
+    """Page slots (K and V of 16 tokens of a KV head, BF16) that so much device memory holds."""
+    return int(device_gib * 2**30) // (2 * PAGE_TOKENS * shape.head_dim * BF16_BYTES)
 
 
 def engine_arguments(options: argparse.Namespace, cases: Sequence[Case]) -> Json:
     """What all sides are started with."""
     longest = max(case.context_tokens for case in cases) + options.tokens + 2 * WARM_UP_TOKENS
     room = max((case.context_tokens + options.tokens + 1024) * case.requests for case in cases)
-    token_bytes = read_shape(options.folder).token_bytes
+    token_bytes = read_shape(options.folder).token_bytes(BF16_BYTES)
     arguments: Json = {
         "model": str(options.folder),
         "dtype": "bfloat16",
@@ -117,7 +93,7 @@ def side_arguments(side: str, options: argparse.Namespace) -> Json:
         return {"attention_backend": options.baseline}
     settings = {**settings, "device": options.device, "log_interval_s": 10}
     if options.device != "none":
-        settings["device_pool_pages"] = read_shape(options.folder).pool_pages(options.device_gib)
+        settings["device_pool_pages"] = pool_pages(read_shape(options.folder), options.device_gib)
     else:
         settings = {name: value for name, value in settings.items() if name not in ("device_pool", "host_share")}
     return {"attention_backend": "hybrid_sparse", "additional_config": {"hybrid_sparse": settings}}

@@ -100,7 +100,8 @@ def run_selection(
     if not missing:
         return
     settings = SERVED[name]
-    args = [*serve_args(model_tokens, model_tokens + 1024, filled=False, dtype=options.dtype), "--enforce-eager"]
+    room = serve_args(model_tokens, model_tokens + 1024, filled=False, dtype=options.dtype, model=options.model)
+    args = [*room, "--enforce-eager"]
     if settings is not None:
         args += our_args(dict(settings))
     with Server(options.model, args, thread_env("all"), log_path) as server:

@@ -5,11 +5,12 @@ import signal
 import sys
 from pathlib import Path
 
+from benchmarks.kv_shape import KVShape, read_shape
 from vllm_hybrid_sparse.cli.server import Server, core_list
 
 START_TIMEOUT_S = 900  # the first start compiles
 DTYPES = {"bfloat16": 2, "float32": 4}  # bytes a number
-_KV_PER_TOKEN = 2 * 30 * 3 * 64  # numbers, SmolLM2-135M: K and V, 30 layers, 3 heads of 64
+_SMOLLM2 = KVShape(layers=30, kv_heads=3, head_dim=64)  # of 135M parameters
 _SPARE = 1.15  # summaries and partly filled blocks
 FILLING_CONNECTOR = {
     "kv_connector": "DecodeBenchConnector",
@@ -30,19 +31,23 @@ def thread_env(threads: str) -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": core_list() if threads == "all" else threads}
 
 
-def serve_args(model_tokens: int, cached_tokens: int, filled: bool, dtype: str = "bfloat16") -> list[str]:
+def serve_args(
+    model_tokens: int, cached_tokens: int, filled: bool, dtype: str = "bfloat16", *, model: Path | None = None
+) -> list[str]:
     """Return what both sides are started with.
 
     model_tokens    longest request
     cached_tokens   room of the KV cache
     filled          let vLLM's DecodeBenchConnector fill the KV cache, once, instead of computing prompts
     dtype           of weights, KV cache and arithmetic: a key of `DTYPES`
+    model           the folder of what is served; None: SmolLM2-135M
     """
+    token_bytes = (_SMOLLM2 if model is None else read_shape(model)).token_bytes(DTYPES[dtype])
     args = [
         f"--dtype={dtype}",
         f"--max-model-len={model_tokens}",
         f"--hf-overrides={json.dumps({'max_position_embeddings': model_tokens})}",
-        f"--kv-cache-memory-bytes={int(cached_tokens * _KV_PER_TOKEN * DTYPES[dtype] * _SPARE)}",
+        f"--kv-cache-memory-bytes={int(cached_tokens * token_bytes * _SPARE)}",
     ]
     if filled:
         args.append(f"--kv-transfer-config={json.dumps(FILLING_CONNECTOR)}")

@@ -11,7 +11,6 @@ and time in which the whole process tree is stopped does not count. Exits with 1
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from benchmarks.kv_shape import read_shape
 from benchmarks.report import markdown_table, save
 from benchmarks.serving.backends import our_args, stop_servers_when_terminated, thread_env
 from benchmarks.soak.awake_clock import AwakeClock
@@ -54,10 +54,7 @@ def make_server(model: Path, threads: str, log_path: Path) -> Server:
     A resumed request computes the keys of its own answer again, exactly; under a policy that is not exact the answer
     may go on otherwise.
     """
-    shape = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    kv_bytes = (AT_ONCE + 1) * MODEL_TOKENS * heads * head_dim * 2 * 4 * 1.1  # summaries are a tenth at most
+    kv_bytes = (AT_ONCE + 1) * MODEL_TOKENS * read_shape(model).token_bytes(4) * 1.1  # summaries are a tenth at most
     args = [
         "--dtype=float32",
         f"--max-model-len={MODEL_TOKENS}",
@@ -82,10 +79,11 @@ class Seen:
 
     def judged(self, options: argparse.Namespace) -> list[Rule]:
         """Return the rules; there must have been two looks."""
-        shape = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
-        heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
+        shape = read_shape(options.model)
         asked_s, after_s = options.minutes * 60, options.settled * 60
-        return list(rules(self.readings, self.tally.counts, asked_s, after_s, heads, self.tally.tokens))
+        return list(
+            rules(self.readings, self.tally.counts, asked_s, after_s, shape.layers * shape.kv_heads, self.tally.tokens)
+        )
 
     def keep(self, options: argparse.Namespace) -> None:
         """Write the result, over the one of the look before."""

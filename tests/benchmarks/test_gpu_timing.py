@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_timing import SIDES, Shape, parse_arguments, read_shape, side_arguments, write_config
+from benchmarks.gpu_timing import SIDES, parse_arguments, side_arguments, write_config
 from benchmarks.gpu_timing_rows import Case, counters, differences, parse_case, summarise, table, together
+from benchmarks.kv_shape import KVShape, read_shape
 from vllm_hybrid_sparse.config import HybridSparseConfig
 
 
@@ -90,7 +91,7 @@ def test_every_side_is_legal_and_has_the_pool_that_was_asked_for(side: str, devi
     options = parse_arguments(["--device", device, "--device-gib", "0.5"])
     options.folder = tmp_path
     write_config(tmp_path, layers=3, hidden=512)
-    assert read_shape(tmp_path) == Shape(layers=3, kv_heads=8, head_dim=128)
+    assert read_shape(tmp_path) == KVShape(layers=3, kv_heads=8, head_dim=128)
     arguments = side_arguments(side, options)
     if side == "baseline":
         assert arguments == {"attention_backend": "FLASH_ATTN"}
