@@ -3,15 +3,11 @@
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import GenerationConfig
 
 from benchmarks.accuracy.prompts import FORMATS, Prompt, PromptMaker
 from benchmarks.accuracy.ruler import TASKS
 from benchmarks.accuracy.ruler.haystacks import prose_or_text
-
-DTYPES = ("float32", "bfloat16")
+from benchmarks.serving.backends import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +59,6 @@ def cases_of(options: argparse.Namespace, model_tokens: int) -> list[Case]:
         Case(path.stem, document_tokens, sample, path) for sample in samples for path in options.documents or []
     ]
     return ruler + documents
-
-
-def stop_tokens(generation: GenerationConfig | None, tokenizer: Any) -> set[int]:
-    """The tokens that end an answer, by the model's own settings and its tokenizer."""
-    named = generation.eos_token_id if generation else None
-    stops = set(named) if isinstance(named, list) else {named}
-    return {stop for stop in stops | {tokenizer.eos_token_id} if stop is not None}
 
 
 def add_options(parser: argparse.ArgumentParser, *, dtype: str, selections: str) -> None:

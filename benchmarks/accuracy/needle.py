@@ -85,8 +85,7 @@ def measure(
     log_path: Path,
 ) -> PolicyResult:
     """Serve stock vLLM (None) or ours with `settings`, ask everything and return what was found."""
-    room = serve_args(MODEL_TOKENS, MODEL_TOKENS + 1024, filled=False, dtype=dtype, model=model)
-    args = [*room, "--enforce-eager"]
+    args = [*serve_args(model, MODEL_TOKENS, MODEL_TOKENS + 1024, filled=False, dtype=dtype), "--enforce-eager"]
     if settings is not None:
         args += our_args(settings)
     with Server(model, args, thread_env("all"), log_path) as server:

@@ -23,6 +23,7 @@ from benchmarks.accuracy.step_batches import in_batches
 from benchmarks.accuracy.summaries import PERPLEXITY, summarise
 from benchmarks.machine import commit
 from benchmarks.report import markdown_table, save
+from benchmarks.serving.backends import DTYPES
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 
 
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--windows", default=8, type=int, help="windows from the start of the text")
     parser.add_argument("--tokens", default=4096, type=int, help="of a window")
     parser.add_argument("--decoded", default=256, type=int, help="last tokens of a window that are decoded")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="(%(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="(%(default)s)")
     parser.add_argument("--selections", default="main", help="comma-separated names or groups")
     parser.add_argument("--out", default=None, type=Path, help="JSONL file of rows, read and added to")
     parser.add_argument("--redo", action="store_true", help="drop rows of --out that another commit has measured")

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from vllm_hybrid_sparse.predictor.whole_file import whole_file
+
 Row = dict[str, object]
 
 
@@ -37,9 +39,8 @@ class RowFile:
                 self._rows[row_key(row["identity"])] = row
         kept = "".join(json.dumps(row) + "\n" for row in self._rows.values())
         if kept != path.read_text(encoding="utf-8"):  # rows were dropped, or a last line was cut off
-            scratch = path.with_name(f"{path.name}.partial")
-            scratch.write_text(kept, encoding="utf-8")
-            scratch.replace(path)
+            with whole_file(path) as scratch:
+                scratch.write_text(kept, encoding="utf-8")
 
     def get(self, identity: Mapping[str, object]) -> Row | None:
         """The row measured for `identity`, if there is one."""

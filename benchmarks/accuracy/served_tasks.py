@@ -100,7 +100,7 @@ def run_selection(
     if not missing:
         return
     settings = SERVED[name]
-    room = serve_args(model_tokens, model_tokens + 1024, filled=False, dtype=options.dtype, model=options.model)
+    room = serve_args(options.model, model_tokens, model_tokens + 1024, filled=False, dtype=options.dtype)
     args = [*room, "--enforce-eager"]
     if settings is not None:
         args += our_args(dict(settings))

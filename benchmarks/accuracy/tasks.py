@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.accuracy.answers import Answer, Prefill, answer
-from benchmarks.accuracy.cases import Case, add_options, cases_of, stop_tokens
+from benchmarks.accuracy.cases import Case, add_options, cases_of
 from benchmarks.accuracy.prompts import Prompt, PromptMaker
 from benchmarks.accuracy.rows import OtherCommitError, Row, RowFile
 from benchmarks.accuracy.selections import FULL, chosen, runs_on
@@ -55,7 +55,7 @@ def run_case(
         return
     prompt = case.prompt(maker, options)
     prefill = Prefill(model, torch.tensor(prompt.token_ids), new_tokens=prompt.new_tokens)
-    stops = stop_tokens(model.generation_config, tokenizer)
+    stops = _stop_tokens(model, tokenizer)
     full: list[int] = []
     for name in names:
         row = rows.get(identities[name])
@@ -66,6 +66,12 @@ def run_case(
         if name == FULL:
             full = list(cast("Sequence[int]", row["answer_ids"]))
         yield row
+
+
+def _stop_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    named = model.generation_config.eos_token_id if model.generation_config else None
+    stops = set(named) if isinstance(named, list) else {named}
+    return {stop for stop in stops | {tokenizer.eos_token_id} if stop is not None}
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -172,7 +172,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, model: Path) -> tuple[list[Json], list[Json]]:
     """Serve, let both clients run in turns, and return what each reported."""
-    args = [*serve_args(MODEL_TOKENS, 16 * MODEL_TOKENS, filled=False), "--no-enable-prefix-caching"]
+    args = [*serve_args(model, MODEL_TOKENS, 16 * MODEL_TOKENS, filled=False), "--no-enable-prefix-caching"]
     requests = make_requests(model, options.requests, options.prompts, options.output, options.seed)
     theirs: list[Json] = []
     ours: list[Json] = []

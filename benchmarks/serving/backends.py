@@ -5,12 +5,11 @@ import signal
 import sys
 from pathlib import Path
 
-from benchmarks.kv_shape import KVShape, read_shape
+from benchmarks.kv_shape import read_shape
 from vllm_hybrid_sparse.cli.server import Server, core_list
 
 START_TIMEOUT_S = 900  # the first start compiles
 DTYPES = {"bfloat16": 2, "float32": 4}  # bytes a number
-_SMOLLM2 = KVShape(layers=30, kv_heads=3, head_dim=64)  # of 135M parameters
 _SPARE = 1.15  # summaries and partly filled blocks
 FILLING_CONNECTOR = {
     "kv_connector": "DecodeBenchConnector",
@@ -31,18 +30,16 @@ def thread_env(threads: str) -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": core_list() if threads == "all" else threads}
 
 
-def serve_args(
-    model_tokens: int, cached_tokens: int, filled: bool, dtype: str = "bfloat16", *, model: Path | None = None
-) -> list[str]:
+def serve_args(model: Path, model_tokens: int, cached_tokens: int, filled: bool, dtype: str = "bfloat16") -> list[str]:
     """Return what both sides are started with.
 
+    model           folder of what is served
     model_tokens    longest request
     cached_tokens   room of the KV cache
     filled          let vLLM's DecodeBenchConnector fill the KV cache, once, instead of computing prompts
     dtype           of weights, KV cache and arithmetic: a key of `DTYPES`
-    model           the folder of what is served; None: SmolLM2-135M
     """
-    token_bytes = (_SMOLLM2 if model is None else read_shape(model)).token_bytes(DTYPES[dtype])
+    token_bytes = read_shape(model).token_bytes(DTYPES[dtype])
     args = [
         f"--dtype={dtype}",
         f"--max-model-len={model_tokens}",

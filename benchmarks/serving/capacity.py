@@ -66,7 +66,7 @@ def make_server(name: str, model: Path, options: argparse.Namespace) -> Server:
     settings = SERVERS[name]
     cached_tokens = options.documents * options.document_tokens + options.at_once * _BESIDE_TOKENS
     args = [
-        *serve_args(MODEL_TOKENS, cached_tokens, filled=False, dtype=options.dtype),
+        *serve_args(model, MODEL_TOKENS, cached_tokens, filled=False, dtype=options.dtype),
         f"--max-num-seqs={options.at_once}",
         "--enable-prefix-caching",
         f"--served-model-name={model.name}",

@@ -79,10 +79,11 @@ def main() -> int:
     options = parser.parse_args()
     stop_servers_when_terminated()
     after = [int(number) for number in options.requests.split(",")]
-    args = [*serve_args(MODEL_TOKENS, CACHED_TOKENS, filled=False), "--enforce-eager"]
+    model = options.model or model_dir()
+    args = [*serve_args(model, MODEL_TOKENS, CACHED_TOKENS, filled=False), "--enforce-eager"]
     measured: dict[str, list[int]] = {}
     with tempfile.TemporaryDirectory(prefix="memory-") as folder:
-        pair = make_pair(options.model or model_dir(), args, POLICIES[options.policy], "all", Path(folder))
+        pair = make_pair(model, args, POLICIES[options.policy], "all", Path(folder))
         for side, server in pair.items():
             with server:
                 server.wait_ready(START_TIMEOUT_S)

@@ -103,7 +103,7 @@ def measure_pair(
     cases: list[Case], settings: dict[str, object], threads: str, model: Path, tokens: int, dtype: str
 ) -> dict[str, dict[str, Samples]]:
     """Start both servers for cases that can share them, measure these, and stop the servers."""
-    args = serve_args(cases[0].model_tokens, room_tokens(cases), cases[0].filled, dtype)
+    args = serve_args(model, cases[0].model_tokens, room_tokens(cases), cases[0].filled, dtype)
     prompts = prompt_source(model)
     with tempfile.TemporaryDirectory(prefix="tpot-") as folder, ExitStack() as stack:
         pair = make_pair(model, args, settings, threads, Path(folder))

@@ -29,9 +29,11 @@ def test_servers_have_room_for_the_model_that_they_serve(tmp_path: Path) -> None
         (size,) = [int(arg.partition("=")[2]) for arg in args if arg.startswith("--kv-cache-memory-bytes=")]
         return size
 
-    config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    small = room(serve_args(1024, 2048, filled=False, dtype="float32"))
-    large = room(serve_args(1024, 2048, filled=False, dtype="float32", model=tmp_path))
+    shapes = {"small": (30, 9, 3, 64), "large": (32, 32, 8, 128)}
+    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    for name, shape in shapes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(dict(zip(names, shape, strict=True))), encoding="utf-8")
+    small, large = (room(serve_args(tmp_path / name, 1024, 2048, filled=False, dtype="float32")) for name in shapes)
     assert small >= 2048 * 2 * 30 * 3 * 64 * 4
     assert large / small == pytest.approx(32 * 8 * 128 / (30 * 3 * 64), rel=1e-6)

@@ -132,6 +132,9 @@ def test_too_few_requests_to_show_a_rate_are_said_to_be(searched: list[Capacity]
     assert not any(small.too_short(slo) for slo in SLOS)
     (few,) = search_on(ModelSide("large", slots=12), count=8)
     assert few.too_short(SLOS[1])
+    (unfailed,) = search_on(ModelSide("side"), tries=1)
+    assert unfailed.bracket(SLOS[0]) == (1.0, None)
+    assert not unfailed.too_short(SLOS[0])  # 120 s of requests: the report says that no tried rate failed
 
 
 def test_every_try_is_kept_with_its_run_and_shared_by_the_limits() -> None:

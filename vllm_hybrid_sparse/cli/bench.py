@@ -242,10 +242,11 @@ class _Bench:
             interrupted=interrupted or broken_off,
             keep_text=options.keep_text,
         )
-        for path, write in zip(report_files(options.out), (write_json, _write_page), strict=True):
+        files = report_files(options.out)
+        for path, write in zip(files, (write_json, _write_page), strict=True):
             write(path, content)
         with contextlib.suppress(OSError):  # as in `_say`
-            print(summary(content), *(f"written: {path}" for path in report_files(options.out)), sep="\n", flush=True)
+            print(summary(content), *(f"written: {path}" for path in files), sep="\n", flush=True)
         if interrupted:
             return _INTERRUPTED
         failed = any(not results.figures().all_answered for results in self._all_results)

@@ -142,8 +142,10 @@ def _check_outputs(given: argparse.Namespace) -> None:
     """Refuse what cannot be written, or is a file that is read or written otherwise."""
     writable("out", given.out)
     taken = {path.resolve(): "read" for path in (*given.trace, *given.documents, given.questions) if path is not None}
-    outputs = [("out", path) for path in report_files(given.out)]
-    for option, path in [("save-trace", given.save_trace)] * (given.save_trace is not None) + outputs:
+    outputs = [("save-trace", given.save_trace), *(("out", path) for path in report_files(given.out))]
+    for option, path in outputs:
+        if path is None:
+            continue
         writable(option, path)
         if use := taken.get(path.resolve()):
             raise ConfigError(f"{option}={path}: must be another file than the one that is {use} there")

@@ -27,6 +27,7 @@ from vllm_hybrid_sparse.predictor.model import PARAMETERS, ModelShape, Predictor
 from vllm_hybrid_sparse.predictor.samples import Samples
 from vllm_hybrid_sparse.predictor.training import TrainingConfig, split_prompts, train
 from vllm_hybrid_sparse.predictor.validation import validate
+from vllm_hybrid_sparse.predictor.whole_file import whole_file
 from vllm_hybrid_sparse.values import UNREAD_ATTRIBUTED, PageRanking, RetainedSet
 
 
@@ -187,9 +188,8 @@ def _claim_work_folder(options: CalibrationOptions, shape: ModelShape, windows: 
         return
     try:
         options.work_folder.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".partial")
-        scratch.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        scratch.replace(path)
+        with whole_file(path) as scratch:
+            scratch.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"work={options.work_folder}: must be a folder that can be written ({error.strerror})"

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _bench(arguments, sys.argv[1:] if argv is None else argv)
         return _demo(arguments)
     except ModuleNotFoundError as error:
-        missing = f"the package {error.name} is not installed; pip install 'vllm-hybrid-sparse[demo]' brings all"
+        missing = f"the package {error.name} is not installed; pip install 'vllm-hybrid-sparse[bench,demo]' brings it"
         print(f"hybrid-sparse: {missing}", file=sys.stderr)
     except (HybridSparseError, OSError) as error:
         print(f"hybrid-sparse: {error}", file=sys.stderr)

@@ -267,7 +267,9 @@ def _attend(
         raise ConfigError(f"attention_mask of shape {tuple(attention_mask.shape)}: must be none; a sequence is causal")
     if query.device.type != "cpu":
         raise ConfigError(f"device={query.device}: must be cpu")
-    for name in ("sliding_window", "softcap", "s_aux"):
+    if extra.get("sliding_window"):
+        raise ConfigError(f"sliding_window={extra['sliding_window']}: must be none")
+    for name in ("softcap", "s_aux"):
         if extra.get(name) is not None:
             raise ConfigError(f"{name}={extra[name]}: must be none")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

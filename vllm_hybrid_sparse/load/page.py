@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_hybrid_sparse.load.percentiles import percentile
 from vllm_hybrid_sparse.load.style import STYLE
-from vllm_hybrid_sparse.load.summary import capacity_notes, queueing_sources, sent_late
+from vllm_hybrid_sparse.load.summary import NO_RATE, capacity_notes, queueing_sources, sent_late
 from vllm_hybrid_sparse.load.svg import Chart, Series, cumulative, draw
 
 _WINDOWS = 30  # of the time between tokens over time
@@ -283,7 +283,5 @@ def _times(value: float | None, by: float) -> str:
 
 
 def _found(seen: Json) -> list[str]:
-    rates = [
-        "at no tried rate" if rate is None else f"{rate:.3g}" for rate in (seen["holds_per_s"], seen["fails_per_s"])
-    ]
+    rates = [NO_RATE if rate is None else f"{rate:.3g}" for rate in (seen["holds_per_s"], seen["fails_per_s"])]
     return [*rates, "–" if seen["of_reference"] is None else f"{seen['of_reference']:.2f}"]

@@ -13,6 +13,7 @@ _TIMES = (
 )
 
 
+NO_RATE = "at no tried rate"
 _LATE_S = 0.05  # more is told: latencies are measured from when a request was sent, not from when it was due
 
 
@@ -96,4 +97,4 @@ def _ms(value_s: float | None) -> str:
 
 
 def _rate(value: float | None) -> str:
-    return "at no tried rate" if value is None else f"{value:.3g} requests/s"
+    return NO_RATE if value is None else f"{value:.3g} requests/s"

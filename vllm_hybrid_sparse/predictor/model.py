@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.predictor.features import FEATURE_VERSION, FEATURES
+from vllm_hybrid_sparse.predictor.whole_file import whole_file
 from vllm_hybrid_sparse.values import PageRanking, RetainedSet
 
 _BOUNDS: Final = PageRanking(summary="minmax", code_bits=None)
@@ -76,9 +77,8 @@ class PredictorOrigin:
             if (version := content.pop("feature_version")) != FEATURE_VERSION:
                 raise ConfigError(f"predictor={name}: feature_version={version}: must be {FEATURE_VERSION}; {_REMEDY}")
             content["shape"], content["retained"] = ModelShape(**content["shape"]), RetainedSet(**content["retained"])
-            content["ranking"] = (
-                PageRanking(**content["ranking"]) if "ranking" in content else _BOUNDS
-            )  # once only that
+            # Files that do not say what ranks pages are of when bounds alone did.
+            content["ranking"] = PageRanking(**content["ranking"]) if "ranking" in content else _BOUNDS
             return cls(**content)
         except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ConfigError(f"predictor={name}: made by another release ({error!r}); {_REMEDY}") from error
@@ -151,9 +151,8 @@ class Predictor(nn.Module):
 
     def save(self, path: Path, origin: PredictorOrigin) -> None:
         """Write the predictor as safetensors; the file appears whole or not at all."""
-        scratch = path.with_name(f".{path.name}.partial")
-        save_file(self.state_dict(), scratch, origin.to_metadata())
-        scratch.replace(path)
+        with whole_file(path) as scratch:
+            save_file(self.state_dict(), scratch, origin.to_metadata())
 
 
 def load_predictor(

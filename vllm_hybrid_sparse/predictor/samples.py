@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.predictor.whole_file import whole_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,8 @@ class Samples:
 
     def save(self, path: Path) -> None:
         """Write the shard; it appears whole or not at all."""
-        scratch = path.with_name(f".{path.name}.partial")
-        with scratch.open("wb") as file:
+        with whole_file(path) as scratch, scratch.open("wb") as file:
             np.savez(file, **{entry.name: getattr(self, entry.name) for entry in fields(self)})
-        scratch.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Self:
