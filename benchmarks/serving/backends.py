@@ -51,19 +51,23 @@ def serve_args(model: Path, model_tokens: int, cached_tokens: int, filled: bool,
     return args
 
 
-def our_args(settings: dict[str, object]) -> list[str]:
-    """Return what chooses our backend."""
-    return ["--attention-backend=hybrid_sparse", f"--additional-config={json.dumps({'hybrid_sparse': settings})}"]
+def our_args(settings: dict[str, object], kv_cache_dtype: str = "auto") -> list[str]:
+    """Return what chooses our backend; the KV cache is as wide as the model, or narrower."""
+    return [
+        "--attention-backend=hybrid_sparse",
+        f"--additional-config={json.dumps({'hybrid_sparse': settings})}",
+        f"--kv-cache-dtype={kv_cache_dtype}",
+    ]
 
 
 def make_pair(
-    model: Path, args: list[str], settings: dict[str, object], threads: str, log_folder: Path
+    model: Path, args: list[str], our_options: list[str], threads: str, log_folder: Path
 ) -> dict[str, Server]:
     """Return the two servers, not started, by the name of the side."""
     env = thread_env(threads)
     return {
         "stock": Server(model, args, env, log_folder / "stock.log"),
-        "ours": Server(model, [*args, *our_args(settings)], env, log_folder / "ours.log"),
+        "ours": Server(model, [*args, *our_options], env, log_folder / "ours.log"),
     }
 
 

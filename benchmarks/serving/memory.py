@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.report import markdown_table, save
-from benchmarks.serving.backends import START_TIMEOUT_S, make_pair, serve_args, stop_servers_when_terminated
+from benchmarks.serving.backends import START_TIMEOUT_S, make_pair, our_args, serve_args, stop_servers_when_terminated
 from benchmarks.serving.cases import POLICIES
 from benchmarks.serving.streams import stream_all
 from vllm_hybrid_sparse.cli.server import Server
@@ -83,7 +83,7 @@ def main() -> int:
     args = [*serve_args(model, MODEL_TOKENS, CACHED_TOKENS, filled=False), "--enforce-eager"]
     measured: dict[str, list[int]] = {}
     with tempfile.TemporaryDirectory(prefix="memory-") as folder:
-        pair = make_pair(model, args, POLICIES[options.policy], "all", Path(folder))
+        pair = make_pair(model, args, our_args(POLICIES[options.policy]), "all", Path(folder))
         for side, server in pair.items():
             with server:
                 server.wait_ready(START_TIMEOUT_S)

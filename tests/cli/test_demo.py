@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
-from vllm_hybrid_sparse.cli.demo import Outcome, _kv_read, _missed
+import pytest
+import torch
+
+from vllm_hybrid_sparse.cli import demo
+from vllm_hybrid_sparse.cli.demo import Outcome, _dtype_args, _kv_read, _missed
 from vllm_hybrid_sparse.cli.haystack import Fact, Haystack
 from vllm_hybrid_sparse.cli.server import Server
 
@@ -20,3 +24,14 @@ def test_a_server_whose_metrics_do_not_answer_is_not_reported(tmp_path: Path) ->
 def test_only_what_stock_found_and_ours_did_not_is_missed() -> None:
     assert _missed(HAYSTACK, outcome(True, True, False), outcome(True, False, False)) == ["museum"]
     assert _missed(HAYSTACK, outcome(False, True, True), outcome(True, True, True)) == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "lacks", "args"), [(False, False, ()), (False, True, ("--dtype", "float32")), (True, True, ())]
+)
+def test_only_a_cpu_without_bf16_is_shown_in_float32(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, lacks: bool, args: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(demo, "lacks_bf16", lambda: lacks)
+    assert _dtype_args() == args

@@ -17,6 +17,7 @@ from tests.glue.bare_worker import bare_worker
 from vllm_hybrid_sparse.glue import cpu_worker
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker
+from vllm_hybrid_sparse.kernels.paged_attention import native
 
 ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 AOT_COMPILE = "VLLM_USE_AOT_COMPILE"
@@ -107,8 +108,8 @@ def test_a_slow_dtype_is_pointed_out(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(HostStoreWorker, "initialize_from_config", lambda *_: None)
-    monkeypatch.setattr(cpu_worker.platform, "machine", lambda: machine)
-    monkeypatch.setattr(cpu_worker, "supported_isas", lambda: isas)
+    monkeypatch.setattr(native.platform, "machine", lambda: machine)
+    monkeypatch.setattr(native, "supported_isas", lambda: isas)
     monkeypatch.setattr(cpu_worker.logger, "info", lines.append)
     requests = SimpleNamespace(follow=lambda _order: None)
 

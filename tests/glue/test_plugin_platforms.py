@@ -168,6 +168,39 @@ def test_a_checkpoint_with_a_quantised_cache_is_told_how_it_is_served(monkeypatc
         platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
 
 
+@pytest.mark.parametrize(
+    ("model", "given", "stored"),
+    [
+        (torch.bfloat16, "auto", torch.bfloat16),
+        (torch.float32, None, torch.float32),
+        (torch.float16, "float16", torch.float16),
+        (torch.float32, "bfloat16", torch.bfloat16),
+        (torch.float32, "float16", torch.float16),
+    ],
+)
+def test_a_float32_model_may_have_a_narrower_cache(model: torch.dtype, given: str | None, stored: torch.dtype) -> None:
+    assert support.kv_dtype(given, model) == stored
+
+
+@pytest.mark.parametrize(("model", "given"), [(torch.bfloat16, "float16"), (torch.float16, "bfloat16")])
+def test_a_cache_that_cannot_hold_what_the_model_computes_is_refused(model: torch.dtype, given: str) -> None:
+    own = str(model).removeprefix("torch.")
+    with pytest.raises(ConfigError, match=rf"^kv_cache_dtype={given}: .* --kv-cache-dtype {own}"):
+        support.kv_dtype(given, model)
+
+
+@pytest.mark.usefixtures("no_loggers")
+def test_a_narrower_cache_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(
+        member(),
+        cache_config=SimpleNamespace(cache_dtype="bfloat16", block_size=None),
+        model_config=model_of(dtype=torch.float32),
+    )
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=bfloat16: must be the model's own dtype on cuda"):
+        platform_of(monkeypatch, on_cuda=True).check_and_update_config(config)
+    platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
+
+
 LAYER_REFUSALS = {
     "use_mla": True, "use_sparse": True, "has_sink": True, "use_mm_prefix": True, "use_per_head_quant_scales": True,
     "has_sliding_window": True, "use_non_causal": True, "use_batch_invariant": True, "use_rswa": True,

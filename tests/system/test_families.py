@@ -25,6 +25,9 @@ EXACT_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+NARROW = "llama-gqa"  # the family that is served with a KV cache of bfloat16, too
+
+
 def byte_prompts(seed: int) -> list[list[int]]:
     """Return random byte tokens, one prompt a length."""
     rng = random.Random(seed)
@@ -51,6 +54,10 @@ def jobs_of(family: str, model: Path) -> list[dict[str, Any]]:
     for name, settings in EXACT_SETTINGS.items():
         ours = {"attention_backend": "hybrid_sparse", "additional_config": {"hybrid_sparse": settings}}
         jobs.append({"name": f"{family} {name}", "engine_args": _engine_args(model, block_size=16, **ours), **task})
+    if family == NARROW:
+        ours = {"attention_backend": "hybrid_sparse", "additional_config": {"hybrid_sparse": {"policy": "dense"}}}
+        narrow = _engine_args(model, kv_cache_dtype="bfloat16", **ours)
+        jobs.append({"name": f"{family} narrow", "engine_args": narrow, **task})
     return jobs
 
 
@@ -90,6 +97,17 @@ def _check(results: dict[str, dict[str, Any]], family: str, setting: str) -> Non
 def test_family_answers_as_stock(results: dict[str, dict[str, Any]], family: str, setting: str) -> None:
     """Llama with MHA and GQA, Qwen2.5, Qwen3, Mistral, OPT and GPT-NeoX."""
     _check(results, family, setting)
+
+
+def test_a_narrower_kv_cache_changes_only_close_decisions(results: dict[str, dict[str, Any]]) -> None:
+    """Of a float32 model whose keys and values are stored in bfloat16."""
+    stock, ours = answers_of(results[f"{NARROW} stock"]), answers_of(results[f"{NARROW} narrow"])
+    left = []  # stock's margins where answers part
+    for expected, found in zip(stock, ours, strict=True):
+        pairs = zip(expected.token_ids, found.token_ids, strict=True)
+        left += [expected.margins[place] for place, (one, other) in enumerate(pairs) if one != other][:1]
+    assert left, "no decision differs: the cache is not narrower"
+    assert max(left) < CLOSE_MARGIN
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """vLLM's CPU worker over a host store."""
 
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from vllm import envs
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker, logger
-from vllm_hybrid_sparse.kernels.paged_attention.native import supported_isas
+from vllm_hybrid_sparse.kernels.paged_attention.native import lacks_bf16
 from vllm_hybrid_sparse.memory.heap import IdleTrimmer, glibc_trim
 
 # What the worker's process has in its environment where the user set nothing.
@@ -40,11 +39,6 @@ def prepare_environment() -> None:
         os.environ[_INDUCTOR_CACHE] = str(Path(envs.VLLM_CACHE_ROOT, "torch_compile_cache", "inductor"))
 
 
-def lacks_bf16() -> bool:
-    """Whether this is an x86 CPU without instructions for bfloat16 products; those with AMX have AVX-512's, too."""
-    return platform.machine() == "x86_64" and "avx512_bf16" not in supported_isas()
-
-
 class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
     """On a machine without a GPU vLLM's own KV memory is the host store, and every page is computed where it lies."""
 
@@ -60,7 +54,8 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
         if self.model_config.dtype == torch.bfloat16 and lacks_bf16():
             logger.info(
                 "hybrid_sparse: this CPU has no bfloat16 instructions, which makes prompts and steps of several "
-                "requests slow; --dtype float32 avoids that, at twice the memory"
+                "requests slow; --dtype float32 avoids that, and --kv-cache-dtype bfloat16 beside it keeps the KV "
+                "cache as small as it is"
             )
 
     def execute_model(self, scheduler_output: Any) -> Any:

@@ -11,7 +11,8 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadata
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.glue.support import kv_dtype_fits, model_shape
+from vllm_hybrid_sparse.glue.support import kv_dtype, model_shape
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.host import host_runtime
 from vllm_hybrid_sparse.runtime.step import TieredLayer
@@ -41,7 +42,6 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         **extra: Any,
     ) -> None:
         vllm_config = get_current_vllm_config()
-        dtype = vllm_config.model_config.dtype
         for name, given, why in (
             ("alibi_slopes", alibi_slopes, "ALiBi position biases are not supported"),
             ("sliding_window", sliding_window, "sliding-window attention is not supported"),
@@ -55,8 +55,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             raise ConfigError(
                 f"attn_type={attn_type}: only decoder attention is supported (attention backend hybrid_sparse)"
             )
-        if not kv_dtype_fits(kv_cache_dtype, dtype):
-            raise ConfigError(f"kv_cache_dtype={kv_cache_dtype}: must be {dtype} (attention backend hybrid_sparse)")
+        stored_dtype = kv_dtype(kv_cache_dtype, vllm_config.model_config.dtype)
         self._runtime = host_runtime(settings_of(vllm_config))
         if kv_sharing_target_layer_name is not None and self._runtime.settings.device == "cuda":
             raise ConfigError(
@@ -71,7 +70,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         # A layer that shares another's cache must not write it a second time.
         self._appends = kv_sharing_target_layer_name is None
         self.attention = self._runtime.attention(
-            dtype=dtype,
+            dtype=stored_dtype,
             num_q_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_size,
@@ -126,13 +125,31 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             return output
         if not self._appends:
             key = value = None
+        if query.dtype != self.attention.dtype:  # the KV cache is narrower than the model
+            stored = self.attention.dtype
+            rounded = output.to(stored)
+            keys, values = (None if rows is None else rows.to(stored) for rows in (key, value))
+            self._attend(query.to(stored), keys, values, kv_cache, batch, rounded)
+            return output.copy_(rounded)
+        self._attend(query, key, value, kv_cache, batch, output)
+        return output
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        batch: NativeBatch | TieredBatch,
+        output: Tensor,
+    ) -> None:
+        """All of the KV cache's dtype."""
         if isinstance(batch, TieredBatch):
             self._tiered_layer().forward(query, key, value, kv_cache, batch, output)
         else:
             self.attention.forward(
                 query, key, value, kv_cache, batch, self._selection, None, output, self._hgca, self._fluxion
             )
-        return output
 
     def _tiered_layer(self) -> TieredLayer:
         """The executor over the worker's device tier, which is made after the layers."""

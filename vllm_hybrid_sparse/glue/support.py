@@ -1,6 +1,6 @@
 """What the backend serves, and the refusals at start-up of what it does not: each names what, its value and why."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -53,16 +53,18 @@ def _refuse_on_cuda(vllm_config: Any) -> None:
         _refuse("kv_connector", connector, "KV connectors are not supported on cuda, where the cache is in host memory")
     if (offloaded := getattr(vllm_config.cache_config, "kv_offloading_size", None)) is not None:
         _refuse("kv_offloading_size", offloaded, "must not be given on cuda, where the whole cache is in host memory")
+    model, stored = vllm_config.model_config, getattr(vllm_config.cache_config, "cache_dtype", "auto")
+    if model is not None and kv_dtype(stored, model.dtype) != model.dtype:
+        _refuse("kv_cache_dtype", stored, f"must be the model's own dtype on cuda, {model.dtype}")
     if vllm_config.parallel_config.enable_dbo:
         _refuse("enable_dbo", True, "steps in two microbatches are not supported on cuda")
-    if vllm_config.model_config is not None and vllm_config.model_config.get_head_size() > MAX_DEVICE_HEAD_DIM:
-        _refuse("head_size", vllm_config.model_config.get_head_size(), f"must be at most {MAX_DEVICE_HEAD_DIM} on cuda")
+    if model is not None and model.get_head_size() > MAX_DEVICE_HEAD_DIM:
+        _refuse("head_size", model.get_head_size(), f"must be at most {MAX_DEVICE_HEAD_DIM} on cuda")
 
 
 def _refuse_cache(cache: Any, model: Any) -> None:
-    if cache.cache_dtype not in ("auto", "float16", "bfloat16"):
-        own = "float16 or bfloat16" if model is None else str(model.dtype).removeprefix("torch.")
-        _refuse("kv_cache_dtype", cache.cache_dtype, f"must be the model's own dtype: --kv-cache-dtype {own}")
+    if model is not None:
+        kv_dtype(cache.cache_dtype, model.dtype)
     if cache.block_size is not None and cache.block_size % PAGE_TOKENS:
         _refuse("block_size", cache.block_size, f"must be a multiple of {PAGE_TOKENS}")
 
@@ -153,16 +155,23 @@ def refuse_layer(selector: Any) -> None:
         _refuse("head_size", selector.head_size, _HEAD_DIM_RULE)
     if selector.dtype not in DTYPE_NAMES:
         _refuse("dtype", selector.dtype, "must be bfloat16, float16 or float32")
-    if not kv_dtype_fits(selector.kv_cache_dtype, selector.dtype):
-        _refuse("kv_cache_dtype", selector.kv_cache_dtype, f"must be the model's own dtype, {selector.dtype}")
+    kv_dtype(selector.kv_cache_dtype, selector.dtype)
 
 
-def kv_dtype_fits(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> bool:
-    """Whether the KV cache is stored as the model computes it."""
+_KV_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def kv_dtype(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> torch.dtype:
+    """What the KV cache is stored in: the model's own dtype, or one half as wide as float32. Raises ConfigError."""
     if kv_cache_dtype in (None, "auto"):
-        return True
-    return {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(str(kv_cache_dtype)) == model_dtype
+        return model_dtype
+    stored = _KV_DTYPES.get(str(kv_cache_dtype))
+    if stored is None or model_dtype not in (stored, torch.float32):
+        own = "float16" if model_dtype == torch.float16 else "bfloat16"
+        rule = "must be the model's own dtype, or bfloat16 or float16 of a float32 model"
+        _refuse("kv_cache_dtype", kv_cache_dtype, f"{rule}: --kv-cache-dtype {own}")
+    return stored
 
 
-def _refuse(name: str, value: object, rule: str) -> None:
+def _refuse(name: str, value: object, rule: str) -> NoReturn:
     raise ConfigError(f"{name}={value}: {rule} (attention backend hybrid_sparse)")

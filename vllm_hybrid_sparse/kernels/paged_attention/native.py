@@ -4,6 +4,7 @@ What it computes is written to be read in `reference.py`; the page layout is in 
 """
 
 import math
+import platform
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,6 +22,11 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32
 def supported_isas() -> list[str]:
     """Names of the instruction sets that this machine runs, best first."""
     return list(_native.supported_isas())
+
+
+def lacks_bf16() -> bool:
+    """Whether this is an x86 CPU without instructions for bfloat16 products; those with AMX have AVX-512's, too."""
+    return platform.machine() == "x86_64" and "avx512_bf16" not in supported_isas()
 
 
 def make_thread_pool(num_threads: int, *, helpers: str = "own", cpus: list[int] | None = None) -> _native.ThreadPool:
