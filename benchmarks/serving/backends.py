@@ -39,16 +39,20 @@ def serve_args(model: Path, model_tokens: int, cached_tokens: int, filled: bool,
     filled          let vLLM's DecodeBenchConnector fill the KV cache, once, instead of computing prompts
     dtype           of weights, KV cache and arithmetic: a key of `DTYPES`
     """
-    token_bytes = read_shape(model).token_bytes(DTYPES[dtype])
     args = [
         f"--dtype={dtype}",
         f"--max-model-len={model_tokens}",
         f"--hf-overrides={json.dumps({'max_position_embeddings': model_tokens})}",
-        f"--kv-cache-memory-bytes={int(cached_tokens * token_bytes * _SPARE)}",
+        kv_memory_arg(model, cached_tokens, dtype),
     ]
     if filled:
         args.append(f"--kv-transfer-config={json.dumps(FILLING_CONNECTOR)}")
     return args
+
+
+def kv_memory_arg(model: Path, cached_tokens: int, dtype: str) -> str:
+    """Return the option that gives a KV cache of so many tokens its memory; `dtype` is what it is stored in."""
+    return f"--kv-cache-memory-bytes={int(cached_tokens * read_shape(model).token_bytes(DTYPES[dtype]) * _SPARE)}"
 
 
 def our_args(settings: dict[str, object], kv_cache_dtype: str = "auto") -> list[str]:

@@ -24,6 +24,7 @@ from benchmarks.report import markdown_table, save, spread
 from benchmarks.serving.backends import (
     DTYPES,
     START_TIMEOUT_S,
+    kv_memory_arg,
     make_pair,
     our_args,
     serve_args,
@@ -107,10 +108,19 @@ def room_tokens(cases: list[Case]) -> int:
 
 
 def measure_pair(
-    cases: list[Case], our_options: list[str], threads: str, model: Path, tokens: int, dtype: str
+    cases: list[Case],
+    settings: dict[str, object],
+    threads: str,
+    model: Path,
+    tokens: int,
+    dtype: str,
+    kv_cache_dtype: str,
 ) -> dict[str, dict[str, Samples]]:
     """Start both servers for cases that can share them, measure these, and stop the servers."""
     args = serve_args(model, cases[0].model_tokens, room_tokens(cases), cases[0].filled, dtype)
+    our_options = our_args(settings, kv_cache_dtype)
+    if kv_cache_dtype != "auto":
+        our_options.append(kv_memory_arg(model, room_tokens(cases), kv_cache_dtype))
     prompts = prompt_source(model)
     with tempfile.TemporaryDirectory(prefix="tpot-") as folder, ExitStack() as stack:
         pair = make_pair(model, args, our_options, threads, Path(folder))
@@ -208,7 +218,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", default="", help="`all`, `default` or core lists, `;` between; else by case")
     parser.add_argument("--settings", default="{}", type=json.loads, help="more settings of our backend, as JSON")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of both sides (%(default)s)")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "bfloat16"), help="of our side (%(default)s)")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=("auto", "bfloat16"), help="of our side (%(default)s)"
+    )
     parser.add_argument("--tokens", default=64, type=int, help="output tokens of a stream that are timed")
     parser.add_argument("--rounds", default=0, type=int, help="instead of each case's own number")
     parser.add_argument("--full", action="store_true", help="also the case that computes 32K tokens, minutes a side")
@@ -231,8 +243,10 @@ def main() -> int:
     for policy in policies:
         for threads, together in groups(cases, options.threads):
             say(f"{policy}, threads {threads}: {', '.join(case.name for case in together)}")
-            our_options = our_args(POLICIES[policy] | options.settings, options.kv_cache_dtype)
-            measured = measure_pair(together, our_options, threads, model, options.tokens, options.dtype)
+            settings = POLICIES[policy] | options.settings
+            measured = measure_pair(
+                together, settings, threads, model, options.tokens, options.dtype, options.kv_cache_dtype
+            )
             samples |= {(name, policy, threads, side): measured[name][side] for name in measured for side in SIDES}
             rows = summarise(samples, cases, policies)
             names = ("case", "policy", "threads", "side")

@@ -53,9 +53,9 @@ def _refuse_on_cuda(vllm_config: Any) -> None:
         _refuse("kv_connector", connector, "KV connectors are not supported on cuda, where the cache is in host memory")
     if (offloaded := getattr(vllm_config.cache_config, "kv_offloading_size", None)) is not None:
         _refuse("kv_offloading_size", offloaded, "must not be given on cuda, where the whole cache is in host memory")
-    model, stored = vllm_config.model_config, getattr(vllm_config.cache_config, "cache_dtype", "auto")
-    if model is not None and kv_dtype(stored, model.dtype) != model.dtype:
-        _refuse("kv_cache_dtype", stored, f"must be the model's own dtype on cuda, {model.dtype}")
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    if cache is not None and model is not None and kv_dtype(cache.cache_dtype, model.dtype) != model.dtype:
+        _refuse("kv_cache_dtype", cache.cache_dtype, f"must be the model's own dtype on cuda, {model.dtype}")
     if vllm_config.parallel_config.enable_dbo:
         _refuse("enable_dbo", True, "steps in two microbatches are not supported on cuda")
     if model is not None and model.get_head_size() > MAX_DEVICE_HEAD_DIM:
