@@ -249,7 +249,7 @@ void Engine::observe_budgets(const LayerCall& call, const Batch& batch, int inde
     const int block_pages = kGranularities[i] / kPageTokens;
     const int blocks = (pages + block_pages - 1) / block_pages;
     block_scores.resize(int64_t{group} * blocks);
-    score_blocks(table, operand_rows.data(), group, anchor.candidates, block_pages, block_scores.data(), blocks);
+    score_blocks(table, operand_rows.data(), group, anchor.candidates, block_pages, false, block_scores.data(), blocks);
     for (int g = 0; g < group; ++g) {
       deviation(state(index * kAnchorStates + kKept), g, kept.data());
       RankedPages rank;

@@ -58,7 +58,8 @@ NB_MODULE(_native, m) {
       .value("minmax", Summary::minmax)
       .value("cuboid_mean", Summary::cuboid_mean)
       .value("key_codes", Summary::key_codes)
-      .value("none", Summary::none);
+      .value("none", Summary::none)
+      .value("split_codes", Summary::split_codes);
   nb::enum_<ThreadPool::Helpers>(m, "Helpers")
       .value("own", ThreadPool::Helpers::own)
       .value("openmp", ThreadPool::Helpers::openmp);
@@ -153,6 +154,7 @@ NB_MODULE(_native, m) {
       .def_ro("pages_read", &Stats::pages_read)
       .def_ro("pages_wasted", &Stats::pages_wasted)
       .def_ro("summaries_scored", &Stats::summaries_scored)
+      .def_ro("summary_bytes", &Stats::summary_bytes)
       .def_ro("microbatches", &Stats::microbatches)
       .def_ro("judged", &Stats::judged)
       .def_ro("kept_mass", &Stats::kept_mass)

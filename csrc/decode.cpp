@@ -58,6 +58,7 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
       item.order.clear();
       item.retained.clear();
       item.unread.clear();
+      item.fine_parts = 0;
       if (ranked) set_ranked(item);
       item.open = progressive;
       item.left = candidates;
@@ -136,15 +137,21 @@ void Engine::score_span(const LayerCall& call, const Batch& batch, const Span& s
                   int64_t{group + 1} * candidates, candidates);
 }
 
-// Rows of some KV heads against the summaries of pages, see ScoreArgs.
+// Rows of some KV heads against the summaries of pages, see ScoreArgs; of split codes against their coarse parts.
 void Engine::score_summaries(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count,
                              float* scores, int64_t head_stride, int64_t row_stride) const {
   const Layout& layout = geometry_.layout;
-  const bool codes = layout.summary == Summary::key_codes;
+  const int code_bits = layout.summary == Summary::split_codes ? 1 : layout.has_codes() ? layout.code_bits : 0;
+  run_score(queries, heads, rows, table, code_bits, page_begin, count, scores, head_stride, row_stride);
+}
+
+void Engine::run_score(const void* const* queries, int heads, int rows, const PageTable& table, int code_bits, int page_begin,
+                       int count, float* scores, int64_t head_stride, int64_t row_stride) const {
+  const Layout& layout = geometry_.layout;
   static thread_local std::vector<float> scratch;
-  if (codes) scratch.resize(int64_t{heads} * (rows + 1) * kScoreChunkPages);
-  kernels_.score({queries, heads, rows, page_begin, count, table, layout.summary_elements(), layout.head_dim,
-                  codes ? layout.code_bits : 0, geometry_.scale, scores, head_stride, row_stride, scratch.data()});
+  if (code_bits > 0) scratch.resize(int64_t{heads} * (rows + 1) * kScoreChunkPages);
+  kernels_.score({queries, heads, rows, page_begin, count, table, layout.summary_elements(), layout.head_dim, code_bits,
+                  geometry_.scale, scores, head_stride, row_stride, scratch.data()});
 }
 
 void Engine::rank(const Selection& selection) {
@@ -162,7 +169,7 @@ void Engine::rank(const Selection& selection) {
 void Engine::rank_item(Item& item, int index, const Selection& selection) {
   const int group = geometry_.group();
   const int candidates = item.candidate_end - item.candidate_begin;
-  const bool weighs = geometry_.layout.summary == Summary::key_codes;
+  const bool weighs = geometry_.layout.has_codes();
   float* scores = scores_.data() + item.score_offset;
   float* grouped = group > 1 || weighs ? scores + int64_t{group} * candidates : scores;
   static thread_local std::vector<float> retained;
@@ -280,7 +287,7 @@ void Engine::estimate_unread(Item& item) {
 // attributed * (the mean of the candidates read - that of all read). That is the candidates' state times a factor.
 void Engine::attribute_unread(Item& item, const float* retained, float* read) {
   const bool all = static_cast<int>(item.order.size()) == item.candidate_end - item.candidate_begin;
-  if (all || item.order.empty() || geometry_.layout.summary != Summary::key_codes) return;
+  if (all || item.order.empty() || !geometry_.layout.has_codes()) return;
   if (item.unread.empty()) estimate_unread(item);
   const int group = geometry_.group();
   const int head_dim = geometry_.layout.head_dim;
@@ -329,7 +336,9 @@ void Engine::count_stats() {
     stats_.pages_read += item.pages - candidates + selected;
     stats_.pages_wasted += item.wasted;
     const bool streams = item.anchor && item.granularity == 0;
-    stats_.summaries_scored += item.ranked && !streams ? candidates : 0;
+    const int scored = item.ranked && !streams ? candidates : 0;
+    stats_.summaries_scored += scored;
+    stats_.summary_bytes += scored * geometry_.layout.coarse_bytes() + item.fine_parts * geometry_.layout.fine_bytes();
     stats_.streaming += streams;
     if (item.progressive) {
       ++stats_.judged;

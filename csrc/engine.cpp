@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 
+#include "split_codes.h"
+
 namespace hybrid_sparse {
 namespace {
 
@@ -58,8 +60,10 @@ PageTable Engine::page_table(const RequestPages& of, int head) const {
           of.block_table,
           of.block_stride,
           layout.page_bytes(),
-          layout.summary_bytes(),
-          layout.pages_per_block()};
+          layout.coarse_bytes(),
+          layout.pages_per_block(),
+          of.kv + geometry_.kv_heads * (layout.head_pages_bytes() + layout.head_summaries_bytes()) + head * layout.head_fine_bytes(),
+          layout.fine_bytes()};
 }
 
 const char* Engine::query_row(const LayerCall& call, int token, int q_head) const {
@@ -124,9 +128,18 @@ void Engine::summarize(char* kv, int64_t block_stride, const int32_t* blocks, in
 void Engine::summarize_page(char* block, int head, int page) {
   const Layout& layout = geometry_.layout;
   if (layout.summary == Summary::none) return;
-  char* summary = block + geometry_.kv_heads * layout.head_pages_bytes() + head * layout.head_summaries_bytes() +
-                  page * layout.summary_bytes();
-  kernels_.summarize(block + head * layout.head_pages_bytes() + page * layout.page_bytes(), summary, layout);
+  const char* content = block + head * layout.head_pages_bytes() + page * layout.page_bytes();
+  char* summaries = block + geometry_.kv_heads * layout.head_pages_bytes();
+  char* summary = summaries + head * layout.head_summaries_bytes() + page * layout.coarse_bytes();
+  if (layout.summary != Summary::split_codes) {
+    kernels_.summarize(content, summary, layout);
+    return;
+  }
+  alignas(64) char codes[kMaxCodeBytes];
+  kernels_.summarize(content, codes, layout);
+  char* fine = summaries + geometry_.kv_heads * layout.head_summaries_bytes() + head * layout.head_fine_bytes() +
+               page * layout.fine_bytes();
+  split_codes(codes, layout.head_dim, summary, fine);
 }
 
 // Prefill: every row attends to all tokens up to its own.

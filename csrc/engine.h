@@ -98,6 +98,7 @@ struct Stats {
   int64_t pages_read = 0;         // retained and selected
   int64_t pages_wasted = 0;       // read ahead of a stop and dropped
   int64_t summaries_scored = 0;
+  int64_t summary_bytes = 0;      // of them; of split codes the coarse parts, and the fine parts read
   int64_t microbatches = 0;
   int64_t judged = 0;             // items of progressive selection: those with an estimate of the kept mass
   double kept_mass = 0.0;         // sum over them of the estimate at the stop, lowest head of the group
@@ -176,6 +177,7 @@ class Engine {
     FluxionRequest* anchor;            // Fluxion's state of the request; null: the row reads what the selection says
     int first_row;                     // anchor: of head_features_ and what goes with them
     int granularity;                   // anchor: tokens of a logical block, 0 where all heads stream
+    int fine_parts;                    // anchor: pages whose split codes were read whole
   };
   struct Span {  // one task: of attention for one item, of scoring for all items of a request
     int item;    // scoring: the first
@@ -242,6 +244,8 @@ class Engine {
   void score_span(const LayerCall& call, const Batch& batch, const Span& span);
   void score_summaries(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count,
                        float* scores, int64_t head_stride, int64_t row_stride) const;
+  void run_score(const void* const* queries, int heads, int rows, const PageTable& table, int code_bits, int page_begin,
+                 int count, float* scores, int64_t head_stride, int64_t row_stride) const;
   void rank_item(Item& item, int index, const Selection& selection);
   void share_round(int open, const Selection& selection);
   void add_round_spans(int index, const Selection& selection, int& next_state);
@@ -304,11 +308,18 @@ class Engine {
   int64_t block_operand_bytes() const;
   void prepare_block_query(const char* query, const float* floats, char* out) const;
   void score_blocks(const PageTable& table, const void* const* queries, int rows, CandidatePages pages, int block_pages,
-                    float* scores, int64_t stride) const;
+                    bool signs_alone, float* scores, int64_t stride) const;
+  void weigh_pages(const PageTable& table, const void* const* queries, int rows, CandidatePages pages, float* scores,
+                   int64_t stride) const;
+  void weigh_listed(const PageTable& table, const void* const* queries, int rows, const int32_t* pages, int count, float* scores,
+                    int64_t stride) const;
   void choose_blocks(const LayerCall& call, const Batch& batch);
   int num_blocks(const Item& item) const;
   void score_block_span(const LayerCall& call, const Batch& batch, const Span& span);
-  void take_blocks(Item& item);
+  const std::vector<const void*>& block_queries(const Item& item) const;
+  void list_blocks(const Item& item, std::vector<int32_t>& listed) const;
+  void score_listed(Item& item, const PageTable& table, const std::vector<int32_t>& listed);
+  void take_blocks(Item& item, const PageTable& table);
   void estimate_unread_blocks(Item& item, const std::vector<uint8_t>& taken);
   void count_stats();
 

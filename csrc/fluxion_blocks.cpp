@@ -14,24 +14,25 @@ constexpr int kMinBlockScorePages = 128;  // pages whose summaries a task scores
 // Bytes of what a query row is turned into for `score_blocks`.
 int64_t Engine::block_operand_bytes() const {
   const Layout& layout = geometry_.layout;
-  return layout.summary == Summary::key_codes ? kernels_.summary_query_bytes(layout)
-                                              : int64_t{2} * layout.head_dim * static_cast<int64_t>(sizeof(float));
+  return layout.has_codes() ? kernels_.summary_query_bytes(layout)
+                            : int64_t{2} * layout.head_dim * static_cast<int64_t>(sizeof(float));
 }
 
 // The row in the KV's dtype, and as floats.
 void Engine::prepare_block_query(const char* query, const float* floats, char* out) const {
   const Layout& layout = geometry_.layout;
-  if (layout.summary == Summary::key_codes)
+  if (layout.has_codes())
     kernels_.prepare_summary_query(query, layout, geometry_.scale, out);
   else
     split_by_sign(floats, layout.head_dim, reinterpret_cast<float*>(out));
 }
 
 // Scores of the logical blocks of some pages of one KV head, the last of which may be shorter: by min/max the unscaled bound over
-// all pages of a block (Quest), by key codes what they are estimated to weigh together, as a logarithm.
+// all pages of a block (Quest), by key codes what they are estimated to weigh together, as a logarithm; by split codes from both
+// bits, or from the signs alone.
 // queries: [rows] operands of prepare_block_query; row r's scores at scores + r * stride.
 void Engine::score_blocks(const PageTable& table, const void* const* queries, int rows, CandidatePages pages, int block_pages,
-                          float* scores, int64_t stride) const {
+                          bool signs_alone, float* scores, int64_t stride) const {
   const Layout& layout = geometry_.layout;
   const int blocks = (pages.count() + block_pages - 1) / block_pages;
   if (layout.summary == Summary::minmax) {
@@ -46,7 +47,10 @@ void Engine::score_blocks(const PageTable& table, const void* const* queries, in
     weights.resize(rows * row_pages);
     of_pages = weights.data();
   }
-  score_summaries(queries, 1, rows, table, pages.begin, pages.count(), of_pages, 0, row_pages);
+  if (layout.summary == Summary::split_codes && !signs_alone)
+    weigh_pages(table, queries, rows, pages, of_pages, row_pages);
+  else
+    score_summaries(queries, 1, rows, table, pages.begin, pages.count(), of_pages, 0, row_pages);
   if (block_pages == 1) return;
   for (int r = 0; r < rows; ++r) {
     for (int b = 0; b < blocks; ++b) {
@@ -83,7 +87,8 @@ void Engine::choose_blocks(const LayerCall& call, const Batch& batch) {
     Item& item = items_[spans_[s].item];
     score_block_span(call, batch, spans_[s]);
     std::atomic_ref<int> pending(item.pending);
-    if (pending.fetch_sub(1, std::memory_order_acq_rel) == 1) take_blocks(item);
+    if (pending.fetch_sub(1, std::memory_order_acq_rel) == 1)
+      take_blocks(item, page_table(call, batch, item.request, item.head));
   });
 }
 
@@ -96,34 +101,54 @@ int Engine::num_blocks(const Item& item) const {
 void Engine::score_block_span(const LayerCall& call, const Batch& batch, const Span& span) {
   const Item& item = items_[span.item];
   const int block_pages = item.granularity / kPageTokens;
+  const std::vector<const void*>& queries = block_queries(item);
+  const int first = item.candidate_begin + span.page_begin * block_pages;
+  const int end = std::min(first + span.count * block_pages, item.candidate_end);
+  score_blocks(page_table(call, batch, item.request, item.head), queries.data(), static_cast<int>(queries.size()), {first, end},
+               block_pages, true, scores_.data() + item.score_offset + span.page_begin, num_blocks(item));
+}
+
+// The operands of the heads that select something; valid until the thread asks for others.
+const std::vector<const void*>& Engine::block_queries(const Item& item) const {
   static thread_local std::vector<const void*> queries;
   queries.clear();
   for (int g = 0; g < geometry_.group(); ++g)
     if (head_blocks_[item.first_row + g] > 0)
       queries.push_back(block_operands_.data() + (item.first_row + g) * block_operand_bytes());
-  const int first = item.candidate_begin + span.page_begin * block_pages;
-  const int end = std::min(first + span.count * block_pages, item.candidate_end);
-  score_blocks(page_table(call, batch, item.request, item.head), queries.data(), static_cast<int>(queries.size()), {first, end},
-               block_pages, scores_.data() + item.score_offset + span.page_begin, num_blocks(item));
+  return queries;
 }
 
-// The union of the heads' best blocks, as pages in sequence order.
-void Engine::take_blocks(Item& item) {
+// The union of the heads' best blocks, as pages in sequence order. Of split codes they are chosen among those listed.
+void Engine::take_blocks(Item& item, const PageTable& table) {
   const int blocks = num_blocks(item);
   const int block_pages = item.granularity / kPageTokens;
   static thread_local std::vector<uint8_t> taken;
   static thread_local std::vector<int32_t> best;
+  static thread_local std::vector<int32_t> listed;
+  static thread_local std::vector<float> of_listed;
   taken.assign(blocks, 0);
+  const bool split = geometry_.layout.summary == Summary::split_codes;
+  if (split) {
+    list_blocks(item, listed);
+    score_listed(item, table, listed);
+    of_listed.resize(listed.size());
+  }
   const float* scores = scores_.data() + item.score_offset;
   for (int g = 0; g < geometry_.group(); ++g) {
     const int wanted = head_blocks_[item.first_row + g];
     if (wanted == 0) continue;
     best.resize(wanted);
-    select_best(kernels_, scores, blocks, wanted, 0, best.data());
+    if (split) {
+      for (size_t i = 0; i < listed.size(); ++i) of_listed[i] = scores[listed[i]];
+      select_best(kernels_, of_listed.data(), static_cast<int>(listed.size()), wanted, 0, best.data());
+      for (int32_t& block : best) block = listed[block];
+    } else {
+      select_best(kernels_, scores, blocks, wanted, 0, best.data());
+    }
     for (const int32_t block : best) taken[block] = 1;
     scores += blocks;
   }
-  if (attributed_ > 0.0f && geometry_.layout.summary == Summary::key_codes) estimate_unread_blocks(item, taken);
+  if (attributed_ > 0.0f && geometry_.layout.has_codes()) estimate_unread_blocks(item, taken);
   for (int b = 0; b < blocks; ++b) {
     if (!taken[b]) continue;
     const int first = item.candidate_begin + b * block_pages;

@@ -23,8 +23,15 @@ void Engine::score_pages(const RequestPages& of, const char* query, int page_beg
     pool_.for_each(parts, [&](int part) {
       const int first = static_cast<int>(int64_t{count} * part / parts);
       const int last = static_cast<int>(int64_t{count} * (part + 1) / parts);
-      score_summaries(query_pointers_.data(), geometry_.kv_heads, geometry_.group(), page_table(of, 0), page_begin + first,
-                      last - first, scores + first, int64_t{geometry_.group()} * count, count);
+      const int group = geometry_.group();
+      if (layout.summary != Summary::split_codes) {
+        score_summaries(query_pointers_.data(), geometry_.kv_heads, group, page_table(of, 0), page_begin + first, last - first,
+                        scores + first, int64_t{group} * count, count);
+        return;
+      }
+      for (int head = 0; head < geometry_.kv_heads; ++head)
+        weigh_pages(page_table(of, head), query_pointers_.data() + head * group, group, {page_begin + first, page_begin + last},
+                    scores + int64_t{head} * group * count + first, count);
     });
   });
 }

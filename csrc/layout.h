@@ -2,7 +2,7 @@
 //
 // A block is the pages of its KV heads, head by head, then the summaries of these pages, head by head: scoring reads the
 // summaries of a block in one piece.
-//   block    [head][page], [head][summary]
+//   block    [head][page], [head][summary]; of split codes [head][page], [head][coarse part], [head][fine part]
 //   page     K part, V part; 16 tokens each
 //   K part   bf16: [head_dim/2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
 //   V part   bf16: [8 token pairs][head_dim][2 tokens]  f16, f32: [16 tokens][head_dim]
@@ -10,6 +10,7 @@
 //            key_codes: whatever the dtype lines of 64 bytes [16 tokens][4 dims], a byte holding 8 / code_bits such dims from
 //            its lowest bits on, then the page's mean with four bits a dim, a byte a token, and two bf16: the units of
 //            these bytes and of the mean (CodeLayout)
+//            split_codes: key codes of two bits in two parts, so that their signs can be read alone (split_codes.h)
 //            none: nothing
 // One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no horizontal sum.
 // Summaries live in the block, so whatever copies a block (copy-on-write, a KV connector) copies them too.
@@ -22,7 +23,7 @@ namespace hybrid_sparse {
 inline constexpr int kPageTokens = 16;
 
 enum class DType : int { bf16 = 0, f16 = 1, f32 = 2 };
-enum class Summary : int { minmax = 0, cuboid_mean = 1, key_codes = 2, none = 3 };
+enum class Summary : int { minmax = 0, cuboid_mean = 1, key_codes = 2, none = 3, split_codes = 4 };
 
 inline constexpr int kMaxHeadDim = 512;
 inline constexpr int kMaxBlockPages = 8;  // of a logical block (Fluxion)
@@ -47,21 +48,25 @@ struct Layout {
   Summary summary;
   int head_dim;
   int block_tokens;
-  int code_bits = 0;  // key_codes: bits a dim, 1 or 2
+  int code_bits = 0;  // key_codes: bits a dim, 1 or 2; split_codes: 2
 
   int pages_per_block() const { return block_tokens / kPageTokens; }
   int64_t page_bytes() const { return int64_t{2} * kPageTokens * head_dim * element_bytes(dtype); }
   int64_t value_offset() const { return page_bytes() / 2; }
+  bool has_codes() const { return summary == Summary::key_codes || summary == Summary::split_codes; }
   int summary_elements() const { return summary == Summary::minmax ? 2 * head_dim : head_dim; }
   int64_t summary_bytes() const {
     if (summary == Summary::none) return 0;
-    return summary == Summary::key_codes ? CodeLayout(head_dim, code_bits).bytes
-                                         : int64_t{summary_elements()} * element_bytes(dtype);
+    return has_codes() ? CodeLayout(head_dim, code_bits).bytes : int64_t{summary_elements()} * element_bytes(dtype);
   }
+  // Of split codes' summary_bytes, those of the fine part; else 0.
+  int64_t fine_bytes() const { return summary == Summary::split_codes ? int64_t{64} * CodeLayout(head_dim, 1).lines : 0; }
+  int64_t coarse_bytes() const { return summary_bytes() - fine_bytes(); }
   // A KV head's part of a block: its pages, and among the summaries its own.
   int64_t head_pages_bytes() const { return pages_per_block() * page_bytes(); }
-  int64_t head_summaries_bytes() const { return pages_per_block() * summary_bytes(); }
-  int64_t head_block_bytes() const { return head_pages_bytes() + head_summaries_bytes(); }
+  int64_t head_summaries_bytes() const { return pages_per_block() * coarse_bytes(); }
+  int64_t head_fine_bytes() const { return pages_per_block() * fine_bytes(); }
+  int64_t head_block_bytes() const { return head_pages_bytes() + head_summaries_bytes() + head_fine_bytes(); }
 };
 
 // Whether the rotation of key codes turns the sign of a dim: one bit of a fixed random sequence (SplitMix64).
@@ -75,18 +80,23 @@ inline bool rotation_is_negative(int dim) {
 // Where the pages of one request and KV head lie: page p of the sequence is page p % pages_per_block of block p / pages_per_block.
 struct PageTable {
   char* base;                  // the layer's KV memory plus the offset of the head's pages in a block
-  char* summaries;             // likewise of its summaries
+  char* summaries;             // likewise of its summaries, of split codes their coarse parts
   const int32_t* block_table;  // [blocks of the request]
   int64_t block_stride;        // bytes
   int64_t page_bytes;
   int64_t summary_bytes;
   int pages_per_block;
+  char* fine_parts = nullptr;  // likewise, of split codes
+  int64_t fine_bytes = 0;
 
   char* page(int index) const {
     return base + block_table[index / pages_per_block] * block_stride + (index % pages_per_block) * page_bytes;
   }
   char* summary(int index) const {
     return summaries + block_table[index / pages_per_block] * block_stride + (index % pages_per_block) * summary_bytes;
+  }
+  char* fine_part(int index) const {
+    return fine_parts + block_table[index / pages_per_block] * block_stride + (index % pages_per_block) * fine_bytes;
   }
 };
 

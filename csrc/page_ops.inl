@@ -20,7 +20,7 @@ static const void* prepare_query(const void* query, int head_dim, void* scratch)
 
 template <class T>
 static int64_t summary_query_bytes(const Layout& layout) {
-  const int64_t bytes = layout.summary == Summary::key_codes
+  const int64_t bytes = layout.has_codes()
                             ? static_cast<int64_t>(sizeof(CodeQuery))
                             : layout.summary_elements() * static_cast<int64_t>(sizeof(typename T::Operand));
   return (bytes + 63) / 64 * 64;
@@ -29,7 +29,7 @@ static int64_t summary_query_bytes(const Layout& layout) {
 template <class T>
 static void prepare_summary_query(const void* query, const Layout& layout, float scale, void* result) {
   const int head_dim = layout.head_dim;
-  if (layout.summary == Summary::key_codes) return encode_query<T>(query, head_dim, scale, result);
+  if (layout.has_codes()) return encode_query<T>(query, head_dim, scale, result);
   typename T::Operand* out = static_cast<typename T::Operand*>(result);
   const char* in = static_cast<const char*>(query);
   for (int d = 0; d < head_dim; d += 16) {
@@ -275,7 +275,7 @@ static void write_page(char* page, int offset, int count, int head_dim, const vo
 template <class T>
 static void summarize(const char* page, char* out, const Layout& layout) {
   const int head_dim = layout.head_dim;
-  if (layout.summary == Summary::key_codes) return encode_page<T>(page, out, head_dim, layout.code_bits);
+  if (layout.has_codes()) return encode_page<T>(page, out, head_dim, layout.code_bits);
   using Element = typename T::Element;
   const Element* keys = reinterpret_cast<const Element*>(page);
   Element* result = reinterpret_cast<Element*>(out);

@@ -26,10 +26,10 @@ STEP = DecodeStats(
 
 def test_the_native_sums_are_taken_over_by_name() -> None:
     native = SimpleNamespace(
-        items=1, pages_total=20, pages_read=3, pages_wasted=4, summaries_scored=5, stopped_early=6, judged=7,
+        items=1, pages_total=20, pages_read=3, pages_wasted=4, summary_bytes=40, stopped_early=6, judged=7,
         kept_mass=6.5, microbatches=8, streaming=9, anchor_pages=10,
     )  # fmt: skip
-    layout = SimpleNamespace(page_bytes=100, summary_bytes=8)
+    layout = SimpleNamespace(page_bytes=100)
     assert DecodeStats.from_native(native, layout) == DecodeStats(
         selections=1, pages_total=20, pages_read=3, pages_wasted=4, total_bytes=2000, read_bytes=740, summary_bytes=40,
         early_stops=6, judged=7, kept_mass=6.5, microbatches=8, streaming=9, anchor_bytes=1000,

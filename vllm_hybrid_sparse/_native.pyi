@@ -22,6 +22,8 @@ class Summary(enum.Enum):
 
     none = 3
 
+    split_codes = 4
+
 class Helpers(enum.Enum):
     own = 0
 
@@ -125,6 +127,9 @@ class Stats:
 
     @property
     def summaries_scored(self) -> int: ...
+
+    @property
+    def summary_bytes(self) -> int: ...
 
     @property
     def microbatches(self) -> int: ...

@@ -22,7 +22,7 @@ from vllm_hybrid_sparse.values import (
 
 PAGE_POLICIES = ("dense", "topk", "progressive")
 POLICIES = (*PAGE_POLICIES, "hgca", "fluxion")
-SUMMARIES = tuple(name for name in SUMMARY_VECTORS if name != "none")
+SUMMARIES = tuple(name for name in SUMMARY_VECTORS if name not in ("none", "split_codes"))  # what a user may ask for
 BLOCK_GRANULARITIES = (0, 16, 32, 64, 128)
 REMAINDERS = ("auto", "estimated", "lightest_page")
 THREAD_POOLS = ("auto", "own", "openmp")

@@ -38,15 +38,14 @@ class DecodeStats:
     def from_native(cls, stats: Any, layout: Any) -> "DecodeStats":
         """From the native core's sums and the layout of its pages; `rows` is not among them."""
         pages = stats.pages_read + stats.pages_wasted
-        summary_bytes = stats.summaries_scored * layout.summary_bytes
         return cls(
             selections=stats.items,
             pages_total=stats.pages_total,
             pages_read=stats.pages_read,
             pages_wasted=stats.pages_wasted,
             total_bytes=stats.pages_total * layout.page_bytes,
-            read_bytes=pages * layout.page_bytes + summary_bytes,
-            summary_bytes=summary_bytes,
+            read_bytes=pages * layout.page_bytes + stats.summary_bytes,
+            summary_bytes=stats.summary_bytes,
             early_stops=stats.stopped_early,
             judged=stats.judged,
             kept_mass=stats.kept_mass,

@@ -12,12 +12,16 @@ PAGE_TOKENS = 16
 MAX_HEAD_DIM = 512
 """Largest head dimension that the kernels take; every multiple of 16 up to it is."""
 
-SUMMARY_VECTORS = {"minmax": 2, "cuboid_mean": 1, "key_codes": 0, "none": 0}
+SUMMARY_VECTORS = {"minmax": 2, "cuboid_mean": 1, "key_codes": 0, "split_codes": 0, "none": 0}
 """Vectors of `head_dim` values that each kind of summary keeps of a page: minmax (max, min), cuboid_mean (centre);
-key_codes keeps none, but one or two bits of each key; `none` keeps nothing, for policies that score no pages."""
+key_codes keeps none, but one or two bits of each key, and split_codes the same two bits in two parts, so that the signs
+of all pages can be read without the rest; `none` keeps nothing, for policies that score no pages."""
 
 CODE_BITS = (1, 2)
 """Bits a dimension that key codes may have."""
+
+SPLIT_HEAD_DIM = 32
+"""Split codes are of heads with a multiple of so many dims: others would take more bytes than in one piece."""
 
 UNREAD_ATTRIBUTED = 0.5
 """Default of the setting `unread_attributed`, which Fluxion's budgets are made for, too."""
@@ -35,12 +39,18 @@ def summary_bytes(summary: str, head_dim: int, element_bytes: int, code_bits: in
     """Bytes of the summary of one page of one KV head, a multiple of 16 elements.
 
     key_codes, whatever the KV dtype: code_bits of every dimension of 16 keys in whole cache lines, four bits a
-    dimension of their mean, a byte for each key, and two bf16 numbers; whole cache lines again.
+    dimension of their mean, a byte for each key, and two bf16 numbers; whole cache lines again. split_codes take what
+    key codes of two bits do; `fine_bytes` of it are the part that is read of few pages.
     """
-    if summary != "key_codes":
+    if summary not in ("key_codes", "split_codes"):
         return SUMMARY_VECTORS[summary] * head_dim * element_bytes
     codes = _whole_lines(PAGE_TOKENS * head_dim * code_bits // 8)
     return codes + _whole_lines(head_dim // 2 + PAGE_TOKENS + 4)
+
+
+def fine_bytes(summary: str, head_dim: int) -> int:
+    """Of the summary_bytes of split codes, those of the fine part, the second bits; 0 of other summaries."""
+    return PAGE_TOKENS * head_dim // 8 if summary == "split_codes" else 0
 
 
 def _whole_lines(size: int) -> int:

@@ -185,7 +185,7 @@ def time_steps(
             seconds.append(time.perf_counter() - start_s)
 
     stats = attention.stats()
-    read = stats.pages_read * shape.layout.page_bytes + stats.summaries_scored * shape.layout.summary_bytes
+    read = stats.pages_read * shape.layout.page_bytes + stats.summary_bytes
     expected = shape.bytes_to_read(tokens) * len(seconds)
     assert read == expected, f"{read} bytes read in {len(seconds)} steps instead of {expected}"
     return seconds[layers:], layers  # the first round warms up

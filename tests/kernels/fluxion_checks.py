@@ -12,8 +12,6 @@ from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_pred
 from vllm_hybrid_sparse.kernels.fluxion.reference import (
     FluxionSequence,
     FluxionStep,
-    best_blocks,
-    block_scores,
     choose_budgets,
     pages_of_blocks,
 )
@@ -85,8 +83,9 @@ class MirroredFluxion:
     ) -> None:
         self.retained, self.predictor = retained, predictor
         self.attributed, self.dense_tokens = attributed, dense_tokens
+        codes, self.split = shape.summary in ("key_codes", "split_codes"), shape.summary == "split_codes"
         self.ranking = PageRanking(
-            summary=shape.summary, code_bits=shape.code_bits if shape.summary == "key_codes" else None
+            summary="key_codes" if codes else shape.summary, code_bits=shape.code_bits if codes else None
         )
         self.granularities = (granularity,) if granularity else GRANULARITIES
         native = native_predictor(predictor)
@@ -112,6 +111,7 @@ class MirroredFluxion:
             self.granularities,
             self.attributed,
             self.dense_tokens,
+            self.split,
         )
         return request
 
@@ -161,7 +161,7 @@ class MirroredFluxion:
             wanted = int(chosen.granularity[kv_head]), chosen.blocks[kv_head].tolist()
             if (budgets := self.layer.attention.last_budgets(index, kv_head)) != wanted:
                 self.excuses.append(f"budgets {budgets}, not {wanted}")
-            pages = self._compare_pages(index, kv_head, rows[kv_head], keys[kv_head], *budgets)
+            pages = self._compare_pages(index, kv_head, sequence, rows[kv_head], keys[kv_head], *budgets)
             self.pages[-1].append(pages)
             out.append(sequence.attend(rows[kv_head], keys[kv_head], values[kv_head], pages, *budgets))
         return torch.cat(out)[None]
@@ -183,7 +183,14 @@ class MirroredFluxion:
         return features
 
     def _compare_pages(
-        self, index: int, kv_head: int, query: Tensor, key: Tensor, granularity: int, blocks: list[int]
+        self,
+        index: int,
+        kv_head: int,
+        sequence: FluxionSequence,
+        query: Tensor,
+        key: Tensor,
+        granularity: int,
+        blocks: list[int],
     ) -> list[int]:
         """The pages that were read, which are those of the best blocks."""
         segments = Segments.of(self.retained, len(key))
@@ -191,8 +198,7 @@ class MirroredFluxion:
         if granularity == 0:
             assert not pages
             return pages
-        scores = block_scores(query, key[segments.host], granularity, self.layer.shape.scale, self.ranking)
-        best = best_blocks(scores, blocks)
+        scores, best = sequence.rank(query, key[segments.host], granularity, blocks)
         first_page, size = segments.sink_end // PAGE_TOKENS, granularity // PAGE_TOKENS
         if pages != [
             first_page + page for page in pages_of_blocks(best, granularity, segments.host_tokens // PAGE_TOKENS)

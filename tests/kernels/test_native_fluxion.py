@@ -1,5 +1,6 @@
 """The CPU kernel's Fluxion against its reference: features, budgets, pages and output, step by step."""
 
+import math
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ from vllm_hybrid_sparse.kernels.fluxion.reference import ANCHOR_ROWS, weigh_page
 from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
 from vllm_hybrid_sparse.predictor.features import DECODE_FEATURES, FEATURES, observe_anchor
 from vllm_hybrid_sparse.predictor.model import Predictor
-from vllm_hybrid_sparse.values import RetainedSet
+from vllm_hybrid_sparse.values import SPLIT_HEAD_DIM, RetainedSet
 
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
-RANKINGS = [("minmax", 2), ("key_codes", 1), ("key_codes", 2)]  # summary, code bits
+RANKINGS = [("minmax", 2), ("key_codes", 1), ("key_codes", 2), ("split_codes", 2)]  # summary, code bits
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -26,11 +27,13 @@ def small(**changes: Any) -> Shape:
     return Shape(**({"num_q_heads": 6, "head_dim": 32, "block_tokens": 16, "scale": 32**-0.5} | changes))
 
 
-@pytest.mark.parametrize("summary", ["minmax", "key_codes"])
+@pytest.mark.parametrize("summary", ["minmax", "key_codes", "split_codes"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_requests_of_every_length_in_one_batch_on_every_instruction_set(
     isa: str, dtype: torch.dtype, geometry: dict[str, Any], summary: str
 ) -> None:
+    if summary == "split_codes":
+        geometry["head_dim"] = math.ceil(geometry["head_dim"] / SPLIT_HEAD_DIM) * SPLIT_HEAD_DIM
     shape = Shape(dtype=dtype, isa=isa, scale=geometry["head_dim"] ** -0.5, summary=summary, **geometry)
     mirror = MirroredFluxion(shape, some_predictor(shape, RETAINED), RETAINED, num_blocks=80)
     assert mirror.layer.attention.isa == isa
@@ -69,9 +72,12 @@ def test_a_granularity_that_is_asked_for_is_kept(isa: str, granularity: int, sum
 @pytest.mark.parametrize("granularity", [0, 16, 64])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_unread_weight_goes_to_the_candidates_read(isa: str, granularity: int, threads: int, share: float) -> None:
+@pytest.mark.parametrize("summary", ["key_codes", "split_codes"])
+def test_unread_weight_goes_to_the_candidates_read(
+    isa: str, granularity: int, threads: int, share: float, summary: str
+) -> None:
     """Of the heads that select some; with all blocks read, or none, nothing is given."""
-    shape = small(isa=isa, summary="key_codes", num_threads=threads)
+    shape = small(isa=isa, summary=summary, num_threads=threads)
     for predictor in (some_predictor(shape, RETAINED), constant_predictor(1.0), constant_predictor(1.0, streams=True)):
         mirror = MirroredFluxion(shape, predictor, RETAINED, granularity=granularity, attributed=share)
         rows = [(mirror.start(), length) for length in (30, 333)]
@@ -181,12 +187,12 @@ def test_what_was_read_is_counted() -> None:
     assert mirror.layer.attention.stats().anchor_pages == stats.anchor_pages
 
 
-def test_threads_do_not_change_what_is_read() -> None:
+@pytest.mark.parametrize("summary", ["minmax", "split_codes"])
+def test_threads_do_not_change_what_is_read(summary: str) -> None:
     outputs, plans = list[torch.Tensor](), list[list[list[list[int]]]]()
     for threads in (1, 2, 5):
-        mirror = MirroredFluxion(
-            small(num_threads=threads), some_predictor(small(num_threads=threads), RETAINED), RETAINED, num_blocks=360
-        )
+        shape = small(num_threads=threads, summary=summary)
+        mirror = MirroredFluxion(shape, some_predictor(shape, RETAINED), RETAINED, num_blocks=360)
         rows = [(mirror.start(), length) for length in (60, 4800)]  # of which two parts are scored
         mirror.step(*rows)
         step = mirror.step(*((request, 1) for request, _ in rows))
@@ -232,7 +238,7 @@ def test_a_row_without_a_slot_attends_to_everything() -> None:
     assert_close(step.output, causal_attention(step.query, request.key, request.value, mirror.layer.shape.scale))
 
 
-@pytest.mark.parametrize("summary", ["minmax", "key_codes"])
+@pytest.mark.parametrize("summary", ["minmax", "key_codes", "split_codes"])
 @pytest.mark.parametrize("sharpness", [0.05, 1.0, 8.0])
 def test_the_anchor_is_what_python_observes(isa: str, sharpness: float, summary: str) -> None:
     shape = small(isa=isa, summary=summary)
@@ -244,7 +250,7 @@ def test_the_anchor_is_what_python_observes(isa: str, sharpness: float, summary:
     features = torch.tensor(mirror.layer.fluxion.anchor(request.slot)).reshape(6, len(FEATURES))
     keys, values = (part[:1000].transpose(0, 1).double() for part in (request.key, request.value))
     query = prompt.query[-1].double()
-    weights = weigh_pages(query, keys, mirror.sequences[request.slot]) if summary == "key_codes" else None
+    weights = weigh_pages(query, keys, mirror.sequences[request.slot]) if summary != "minmax" else None
     anchor = observe_anchor(query, keys, values, small().scale, 3, RETAINED, TAU, weights)
     columns = [column for column, name in enumerate(FEATURES) if name not in DECODE_FEATURES]
     torch.testing.assert_close(features[:, columns].double(), anchor.features[:, columns], rtol=1e-4, atol=1e-5)

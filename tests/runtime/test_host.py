@@ -1,5 +1,7 @@
 """What the settings become in the host runtime, and where its threads run."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,6 +26,21 @@ def test_the_settings_reach_the_kernel() -> None:
     assert (runtime.pool.size, runtime.helpers) == (3, "own")
     hgca = kernel_of(HostRuntime(HybridSparseConfig(policy="hgca", num_threads=1)))
     assert hgca.layout.summary_bytes == 0
+
+
+def kernel_for_fluxion(head_dim: int, **settings: Any) -> NativeAttention:
+    runtime = HostRuntime(HybridSparseConfig(policy="fluxion", num_threads=1, **settings))
+    return runtime.attention(
+        dtype=torch.float32, num_q_heads=2, num_kv_heads=1, head_dim=head_dim, block_tokens=16, scale=0.125
+    )
+
+
+def test_fluxion_splits_codes_of_two_bits_where_that_takes_no_more_bytes() -> None:
+    assert kernel_for_fluxion(64).summary == "split_codes"
+    assert kernel_for_fluxion(80).summary == "key_codes"
+    assert kernel_for_fluxion(64, code_bits=1).summary == "key_codes"
+    assert kernel_for_fluxion(64, summary="minmax").summary == "minmax"
+    assert kernel_of(HostRuntime(HybridSparseConfig(num_threads=1))).summary == "key_codes"
 
 
 @pytest.mark.skipif(not _native.openmp_is_loaded(), reason="torch's OpenMP is not GNU's here")

@@ -95,7 +95,7 @@ def _compare(text_tokens: int, settings: Mapping[str, object]) -> int:
 
 
 def _dtype_args() -> tuple[str, ...]:
-    """Options for a CPU on which vLLM's matrix products in bfloat16 would take most of the time (README.md)."""
+    """Options for a CPU on which vLLM's matrix products in bfloat16 would take most of the time (docs/OPERATING.md)."""
     return () if torch.cuda.is_available() or not lacks_bf16() else ("--dtype", "float32")
 
 

@@ -3,7 +3,8 @@
 A block is the pages of its KV heads, head by head, then the summaries of these pages, head by head: scoring reads the
 summaries of all heads, and reads them in one piece.
 
-    block    [kv_heads][pages], [kv_heads][summaries]
+    block    [kv_heads][pages], [kv_heads][summaries]; split_codes: [kv_heads][pages], [kv_heads][coarse parts],
+             [kv_heads][fine parts]
     page     K part, V part; 16 tokens each
     K part   bf16: [head_dim / 2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
     V part   bf16: [8 token pairs][head_dim][2 tokens]    f16, f32: [16 tokens][head_dim]
@@ -11,6 +12,9 @@ summaries of all heads, and reads them in one piece.
              key_codes, whatever the dtype: lines of [16 tokens][4 dims] bytes, each with 8 / code_bits such dims from
              its lowest bits on, [head_dim / 2] bytes with the mean, [16 tokens] bytes, bf16 unit of these bytes, bf16
              unit of the mean, zeros (kernels/key_codes)
+             split_codes: key codes of two bits in two parts. Coarse part: what codes of one bit are, with the higher
+             bits, which are signs, and a unit of the factors for these; the factors' own unit where zeros would begin.
+             Fine part: the lower bits, in lines as those of the signs (csrc/split_codes.h)
              none: nothing
 
 One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no sum across lanes. All
@@ -23,9 +27,17 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, pack_codes
+from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, pack_codes, pack_split_codes
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
-from vllm_hybrid_sparse.values import CODE_BITS, MAX_HEAD_DIM, PAGE_TOKENS, SUMMARY_VECTORS, summary_bytes
+from vllm_hybrid_sparse.values import (
+    CODE_BITS,
+    MAX_HEAD_DIM,
+    PAGE_TOKENS,
+    SPLIT_HEAD_DIM,
+    SUMMARY_VECTORS,
+    fine_bytes,
+    summary_bytes,
+)
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
@@ -39,7 +51,7 @@ class BlockLayout:
     dtype: str  # of K, V and summaries: bf16 | f16 | f32
     head_dim: int  # a multiple of 16, 16 to 512
     block_tokens: int  # tokens of vLLM's block; a multiple of 16
-    summary: str  # minmax | cuboid_mean | key_codes | none
+    summary: str  # minmax | cuboid_mean | key_codes | split_codes | none
     code_bits: int = 2  # bits a dimension of key_codes
 
     def __post_init__(self) -> None:
@@ -49,10 +61,14 @@ class BlockLayout:
             raise ConfigError(f"summary={self.summary!r}: must be one of {', '.join(SUMMARY_VECTORS)}")
         if self.code_bits not in CODE_BITS:
             raise ConfigError(f"code_bits={self.code_bits}: must be 1 or 2")
+        if self.summary == "split_codes" and self.code_bits != CODE_BITS[-1]:
+            raise ConfigError(f"code_bits={self.code_bits}: split codes have {CODE_BITS[-1]}")
         if self.head_dim % _HEAD_DIM_STEP or not _HEAD_DIM_STEP <= self.head_dim <= MAX_HEAD_DIM:
             raise ConfigError(
                 f"head_dim={self.head_dim}: must be a multiple of {_HEAD_DIM_STEP}, {_HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
             )
+        if self.summary == "split_codes" and self.head_dim % SPLIT_HEAD_DIM:
+            raise ConfigError(f"head_dim={self.head_dim}: split codes need a multiple of {SPLIT_HEAD_DIM}")
         if self.block_tokens % PAGE_TOKENS or self.block_tokens < PAGE_TOKENS:
             raise ConfigError(
                 f"block_tokens={self.block_tokens}: must be a multiple of {PAGE_TOKENS}, {PAGE_TOKENS} or more"
@@ -80,7 +96,7 @@ class BlockLayout:
 
     @property
     def summary_bytes(self) -> int:
-        """Bytes of the summary of one page."""
+        """Bytes of the summary of one page, of split codes both parts."""
         return summary_bytes(self.summary, self.head_dim, self.element_bytes, self.code_bits)
 
     @property
@@ -106,6 +122,10 @@ class BlockLayout:
         pages = torch.cat((key_part.flatten(2), value_part.flatten(2)), dim=2)
         if self.summary == "none":
             return pages.flatten()
+        if self.summary == "split_codes":
+            parts = [pack_split_codes(encode_keys(head, CODE_BITS[-1])) for head in key.unbind(1)]
+            coarse, fine = (torch.stack(part).view(self.torch_dtype) for part in zip(*parts, strict=True))
+            return torch.cat((pages.flatten(), coarse.flatten(), fine.flatten()))
         if self.summary == "key_codes":
             codes = [pack_codes(encode_keys(head, self.code_bits)) for head in key.unbind(1)]
             summaries = torch.stack(codes).view(self.torch_dtype)
@@ -118,7 +138,7 @@ class BlockLayout:
 
         block     [any], num_kv_heads * head_block_bytes contiguous bytes of any dtype
         returns   key, value [block_tokens, kv_heads, head_dim]; summaries [kv_heads, pages, vectors, head_dim], of key
-                  codes and of none [kv_heads, pages, summary_bytes] uint8
+                  codes and of none [kv_heads, pages, summary_bytes] uint8, split codes' fine part after the coarse
         """
         elements = block.view(self.torch_dtype)
         pages_elements = num_kv_heads * self.pages_per_block * self.page_bytes // self.element_bytes
@@ -131,7 +151,12 @@ class BlockLayout:
             value = value_part
         heads_shape = (num_kv_heads, self.block_tokens, self.head_dim)
         rest = elements[pages_elements : num_kv_heads * self.head_block_bytes // self.element_bytes]
-        if self.summary in ("key_codes", "none"):
+        if self.summary == "split_codes":
+            both = rest.view(torch.uint8).view(-1)
+            fine = num_kv_heads * self.pages_per_block * fine_bytes(self.summary, self.head_dim)
+            parts = [part.view(num_kv_heads, self.pages_per_block, -1) for part in (both[:-fine], both[-fine:])]
+            summaries = torch.cat(parts, dim=2)
+        elif self.summary in ("key_codes", "none"):
             summaries = rest.view(torch.uint8).view(num_kv_heads, self.pages_per_block, self.summary_bytes)
         else:
             summaries = rest.view(num_kv_heads, self.pages_per_block, -1, self.head_dim)

@@ -21,6 +21,7 @@ from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
+from vllm_hybrid_sparse.values import CODE_BITS, SPLIT_HEAD_DIM
 
 if TYPE_CHECKING:
     from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
@@ -93,12 +94,20 @@ class HostRuntime:
                 head_dim=head_dim,
                 block_tokens=block_tokens,
                 scale=scale,
-                summary=self.settings.page_summary,
+                summary=self._summary(head_dim),
                 code_bits=self.settings.page_code_bits,
                 isa=self.settings.isa,
                 pool=self.pool,
             )
         return self._attention[shape]
+
+    def _summary(self, head_dim: int) -> str:
+        """The kind of summary that the kernel for heads of this size keeps; for Fluxion two-bit codes are split."""
+        settings = self.settings
+        splits = settings.page_summary == "key_codes" and settings.code_bits == CODE_BITS[-1]
+        if settings.prediction is not None and splits and head_dim % SPLIT_HEAD_DIM == 0:
+            return "split_codes"
+        return settings.page_summary
 
     @property
     def keeps_request_state(self) -> bool:

@@ -8,6 +8,8 @@ What the paper's steps are is said where they are computed: features in `predict
   no anchor is known, and the first row that has a host segment.
 - The heads of a group share what is read: the union of their selections, each ranked for its own query.
 - Blocks are ranked by Quest's bounds, as in the paper, or by what their key codes say that they weigh.
+- With codes of two bits in two parts (`split`), blocks are ranked by their signs first, and the best of each head (a few
+  times as many as it selects) anew by both bits; blocks are selected among those of any head.
 - A block's score is composed of the stored summaries of its pages, so that ranking reads as many bytes at every
   granularity. `granularities` of 16 alone asks for no other.
 """
@@ -19,7 +21,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_scores
+from vllm_hybrid_sparse.kernels.key_codes.reference import KeyCodes, encode_keys, estimate_scores, signs_of
 from vllm_hybrid_sparse.kernels.merge.reference import merge_with_unread
 from vllm_hybrid_sparse.kernels.score.reference import score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
@@ -28,10 +30,14 @@ from vllm_hybrid_sparse.predictor.features import Anchor, attend_retained, decod
 from vllm_hybrid_sparse.predictor.model import Predictor
 from vllm_hybrid_sparse.predictor.segments import Segments, in_compute_dtype
 from vllm_hybrid_sparse.predictor.validation import STREAMING_PROBABILITY
-from vllm_hybrid_sparse.values import PAGE_TOKENS, PageRanking, RetainedSet
+from vllm_hybrid_sparse.values import CODE_BITS, PAGE_TOKENS, PageRanking, RetainedSet
 
 ANCHOR_ROWS: Final = 256
 """Decode rows that an anchor serves."""
+
+LISTED_BLOCKS: Final = 3
+LISTED_MORE: Final = 8
+"""Of split codes, blocks that a head has ranked by both bits: so many times as many as it selects, and so many more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class FluxionSequence:
     granularities: Sequence[int] = GRANULARITIES
     attributed: float = 0.0  # share of the unread blocks' estimated weight that the candidates read stand for
     dense_tokens: int = 0  # so many tokens or fewer are attended to as a whole
+    split: bool = False  # the two bits of key codes lie apart: signs list the blocks that both bits rank
     anchor: Anchor | None = None
     anchor_tokens: int = 0  # of the sequence that ends with the anchor
     tokens: int = 0  # that were there after the last row
@@ -103,11 +110,30 @@ class FluxionSequence:
         for kv_head, (rows, key, value) in enumerate(zip(heads, keys, values, strict=True)):
             host, first_page = key[segments.host], segments.sink_end // PAGE_TOKENS
             blk = int(budgets.granularity[kv_head])
-            scores.append(block_scores(rows, host, blk, self.scale, self.ranking) if blk else torch.empty(len(rows), 0))
-            chosen = best_blocks(scores[-1], budgets.blocks[kv_head].tolist())
+            counts = budgets.blocks[kv_head].tolist()
+            ranks, chosen = self.rank(rows, host, blk, counts) if blk else (torch.empty(len(rows), 0), [])
+            scores.append(ranks)
             pages.append([first_page + page for page in pages_of_blocks(chosen, blk, len(host) // PAGE_TOKENS)])
-            out.append(self.attend(rows, key, value, pages[-1], blk, budgets.blocks[kv_head].tolist()))
+            out.append(self.attend(rows, key, value, pages[-1], blk, counts))
         return FluxionStep(features, budgets, scores, pages, torch.cat(out))
+
+    def rank(
+        self, query: Tensor, host_keys: Tensor, granularity: int, counts: Sequence[int]
+    ) -> tuple[Tensor, list[int]]:
+        """Scores of one group's logical blocks [group, blocks] f64, and the union of its heads' best.
+
+        counts   how many blocks each head selects
+
+        With split codes scores are those of both bits where these were read, else those of the signs.
+        """
+        scores = block_scores(query, host_keys, granularity, self.scale, self.ranking)
+        if not self.split:
+            return scores, best_blocks(scores, counts)
+        by_signs = sign_scores(query, host_keys, granularity, self.scale)
+        wide = [count and min(LISTED_BLOCKS * count + LISTED_MORE, scores.shape[1]) for count in counts]
+        listed = best_blocks(by_signs, wide)
+        by_signs[:, listed] = scores[:, listed]
+        return by_signs, [listed[place] for place in best_blocks(scores[:, listed], counts)]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, pages: list[int], granularity: int, counts: Sequence[int]
@@ -124,7 +150,7 @@ class FluxionSequence:
             return attend_pages(query, key, value, [*retained, *pages], self.scale)[0]
         alone, read = (attend_pages(query, key, value, part, self.scale) for part in (retained, pages))
         segments = Segments.of(self.retained, len(key))
-        scores = block_scores(query, key[segments.host], granularity, self.scale, self.ranking)
+        scores, _ = self.rank(query, key[segments.host], granularity, counts)
         taken = {(page * PAGE_TOKENS - segments.sink_end) // granularity for page in pages}
         log_unread = unread_weights(scores, taken, counts)
         return merge_with_unread(*alone, *read, log_unread, self.attributed)
@@ -160,12 +186,21 @@ def block_scores(query: Tensor, host_keys: Tensor, granularity: int, scale: floa
     host_keys   [host tokens, head_dim]   whole pages
     returns     [group, blocks] f64
     """
-    blocks = host_keys.split(granularity)
     if ranking.code_bits:
-        tokens = estimate_scores(query, encode_keys(host_keys, ranking.code_bits), scale).flatten(1)
-        return torch.stack([part.logsumexp(dim=1) for part in tokens.split(granularity, dim=1)], dim=1)
+        return _weights(query, encode_keys(host_keys, ranking.code_bits), granularity, scale)
+    blocks = host_keys.split(granularity)
     bounds = torch.stack([torch.stack((block.amax(dim=0), block.amin(dim=0))) for block in blocks])
     return score_pages(query, bounds, 1.0, "minmax")
+
+
+def sign_scores(query: Tensor, host_keys: Tensor, granularity: int, scale: float) -> Tensor:
+    """As `block_scores` by key codes, from the signs of two-bit codes alone: [group, blocks] f64."""
+    return _weights(query, signs_of(encode_keys(host_keys, CODE_BITS[-1])), granularity, scale)
+
+
+def _weights(query: Tensor, codes: KeyCodes, granularity: int, scale: float) -> Tensor:
+    tokens = estimate_scores(query, codes, scale).flatten(1)
+    return torch.stack([part.logsumexp(dim=1) for part in tokens.split(granularity, dim=1)], dim=1)
 
 
 def best_blocks(scores: Tensor, counts: Sequence[int]) -> list[int]:

@@ -5,14 +5,18 @@ their page's mean, and kept as the signs of their elements and, with two bits, w
 key makes the estimate of its inner product with any query unbiased over the rotations.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_hybrid_sparse.values import PAGE_TOKENS, summary_bytes
+from vllm_hybrid_sparse.values import PAGE_TOKENS, fine_bytes, summary_bytes
 
 MEAN_LEVELS = 15
+SIGN_FACTOR = 1 + 2 * math.exp(-0.5)
+"""What the factor of an estimate by signs alone is to that by two bits. Elements beyond the root mean square count
+three times in the latter, and of normally distributed elements these are e^(-1/2) of the sum of lengths."""
 _MASK64 = 2**64 - 1
 
 
@@ -117,3 +121,20 @@ def pack_codes(codes: KeyCodes) -> Tensor:
     parts = torch.cat((code_bytes, low | high << 4, codes.factors, units), dim=1)
     size = summary_bytes("key_codes", head_dim, codes.mean_unit.element_size(), codes.bits)
     return torch.nn.functional.pad(parts, (0, size - parts.shape[1]))
+
+
+def signs_of(codes: KeyCodes) -> KeyCodes:
+    """Codes of one bit from those of two: the signs, with the factors times what signs alone ask for."""
+    unit = (codes.factor_unit.float() * SIGN_FACTOR).bfloat16()
+    return codes._replace(codes=codes.codes >> 1, factor_unit=unit, bits=1)
+
+
+def pack_split_codes(codes: KeyCodes) -> tuple[Tensor, Tensor]:
+    """Both parts of two-bit codes as they lie in memory (`memory/layout.py`): [pages, coarse or fine bytes] uint8."""
+    head_dim = codes.codes.shape[2]
+    rest = codes._replace(codes=codes.codes & 1, bits=1)
+    fine = pack_codes(rest)[:, : fine_bytes("split_codes", head_dim)]
+    coarse = pack_codes(signs_of(codes))
+    own_unit = fine.shape[1] + head_dim // 2 + PAGE_TOKENS + 4
+    coarse[:, own_unit : own_unit + 2] = codes.factor_unit[:, None].contiguous().view(torch.uint8)
+    return coarse, fine

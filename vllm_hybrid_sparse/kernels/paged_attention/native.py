@@ -14,7 +14,15 @@ from torch import Tensor
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.predictor.features import FEATURES
-from vllm_hybrid_sparse.values import CODE_BITS, MAX_HEAD_DIM, SUMMARY_VECTORS, RetainedSet, SalienceSpec, SelectionSpec
+from vllm_hybrid_sparse.values import (
+    CODE_BITS,
+    MAX_HEAD_DIM,
+    SPLIT_HEAD_DIM,
+    SUMMARY_VECTORS,
+    RetainedSet,
+    SalienceSpec,
+    SelectionSpec,
+)
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
@@ -162,6 +170,11 @@ class NativeAttention:
             raise KernelError(f"summary={summary!r}: must be one of {', '.join(SUMMARY_VECTORS)}")
         if code_bits not in CODE_BITS:
             raise KernelError(f"code_bits={code_bits}: must be 1 or 2")
+        if summary == "split_codes" and (head_dim % SPLIT_HEAD_DIM or code_bits != CODE_BITS[-1]):
+            raise KernelError(
+                f"summary='split_codes': needs code_bits=2, not {code_bits}, and a head_dim that is a multiple of "
+                f"{SPLIT_HEAD_DIM}, not {head_dim}"
+            )
         names = supported_isas()
         if isa not in ("auto", *names):
             raise KernelError(f"isa={isa!r}: must be auto or one that this machine runs: {', '.join(names)}")
@@ -210,9 +223,11 @@ class NativeAttention:
             selection = native_selection(selection, retained or RetainedSet())
         if selection.ranked and self.summary == "none":
             raise KernelError("summary=none: must be one that pages can be ranked by")
+        if selection.ranked and self.summary == "split_codes":
+            raise KernelError("summary=split_codes: ranked by fluxion alone")
         if selection.estimated_remainder and self.summary != "key_codes":
             raise KernelError(f"estimated_remainder: needs summary key_codes, not {self.summary}")
-        if fluxion is not None and (hgca is not None or self.summary not in ("key_codes", "minmax")):
+        if fluxion is not None and (hgca is not None or self.summary not in ("key_codes", "split_codes", "minmax")):
             raise KernelError(f"fluxion: needs summary key_codes or minmax, not {self.summary}, and no hgca beside it")
         if (hgca is not None or fluxion is not None) and not batch.native.has_slots:
             raise KernelError("slots=None: must be given where a layer keeps the state of requests")
