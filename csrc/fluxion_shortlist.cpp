@@ -11,7 +11,7 @@ namespace hybrid_sparse {
 namespace {
 
 // Of split codes a head's best blocks by their signs are scored anew by both bits: so many times as many as it selects, and so many
-// more (benchmarks/README.md has what fewer lose).
+// more (benchmarks/TRIED.md has what fewer lose).
 constexpr int kListedBlocks = 3;
 constexpr int kListedMore = 8;
 constexpr int kPagesAhead = 4;  // whose fine parts are fetched

@@ -8,8 +8,8 @@ What the paper's steps are is said where they are computed: features in `predict
   no anchor is known, and the first row that has a host segment.
 - The heads of a group share what is read: the union of their selections, each ranked for its own query.
 - Blocks are ranked by Quest's bounds, as in the paper, or by what their key codes say that they weigh.
-- With codes of two bits in two parts (`split`), blocks are ranked by their signs first, and the best of each head (a few
-  times as many as it selects) anew by both bits; blocks are selected among those of any head.
+- With codes of two bits in two parts (`split`), blocks are ranked by their signs first, and the best of each head (a
+  few times as many as it selects) anew by both bits; blocks are selected among those of any head.
 - A block's score is composed of the stored summaries of its pages, so that ranking reads as many bytes at every
   granularity. `granularities` of 16 alone asks for no other.
 """
