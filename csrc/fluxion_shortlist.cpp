@@ -12,7 +12,7 @@ namespace {
 
 // Of split codes a head's best blocks by their signs are scored anew by both bits: so many times as many as it selects, and so many
 // more (benchmarks/TRIED.md has what fewer lose).
-constexpr int kListedBlocks = 3;
+constexpr int kListedBlocks = 4;
 constexpr int kListedMore = 8;
 constexpr int kPagesAhead = 4;  // whose fine parts are fetched
 

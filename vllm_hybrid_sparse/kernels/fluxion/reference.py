@@ -35,7 +35,7 @@ from vllm_hybrid_sparse.values import CODE_BITS, PAGE_TOKENS, PageRanking, Retai
 ANCHOR_ROWS: Final = 256
 """Decode rows that an anchor serves."""
 
-LISTED_BLOCKS: Final = 3
+LISTED_BLOCKS: Final = 4
 LISTED_MORE: Final = 8
 """Of split codes, blocks that a head has ranked by both bits: so many times as many as it selects, and so many more."""
 
