@@ -194,7 +194,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="reports; those that are there stay")
     parser.add_argument("--servers", default="stock,progressive,topk-5,topk-30", help=f"among {', '.join(SERVERS)}")
     parser.add_argument(
-        "--texts", type=Path, nargs="*", default=[], metavar="FILE", help="L-Eval's JSONL (default: prose)"
+        "--texts",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help="L-Eval's JSONL, the longest of each (default: prose)",
     )
     parser.add_argument("--documents", type=int, default=5, help="to ask about (%(default)s)")
     parser.add_argument("--document-tokens", type=int, default=57 * 128, help="of each (%(default)s)")

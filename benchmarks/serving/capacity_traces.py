@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -13,14 +14,21 @@ from vllm_hybrid_sparse.load.requests import Request
 
 
 def read_texts(paths: Sequence[Path], count: int, seed: int) -> list[str]:
-    """Return `count` texts: of L-Eval's JSONL files the longest, each once; made-up prose where no file is given."""
+    """Return `count` texts of L-Eval's JSONL files, each once: the longest of each file, then the next of each.
+
+    Made-up prose where no file is given.
+    """
     if not paths:
         return [write_prose(16_000, seed + number) for number in range(count)]
-    documents = {question.document: None for path in paths for question in read_questions(path)}
-    longest = sorted(documents, key=len, reverse=True)[:count]
-    if len(longest) < count:
-        raise ValueError(f"documents={count}: the files have {len(longest)}")
-    return longest
+    files = [
+        sorted({question.document for question in read_questions(path)}, key=lambda text: (-len(text), text))
+        for path in paths
+    ]
+    in_turns = [text for turn in zip_longest(*files) for text in turn if text is not None]
+    texts = list(dict.fromkeys(in_turns))[:count]
+    if len(texts) < count:
+        raise ValueError(f"documents={count}: the files have {len(texts)}")
+    return texts
 
 
 def question_trace(

@@ -47,14 +47,23 @@ def test_prompts_for_prefill_begin_differently_and_are_as_long_as_asked() -> Non
         prefill_trace([" ".join(TEXTS)], words=4, count=4, output_tokens=2)
 
 
-def test_the_longest_texts_are_taken_each_once(tmp_path: Path) -> None:
-    path = tmp_path / "leval.jsonl"
-    documents = ["short", "the longest of all", "the middle", "the longest of all"]
+def write_documents(path: Path, documents: list[str]) -> Path:
     lines = [json.dumps({"input": text, "instructions": ["what?"], "outputs": ["that"]}) for text in documents]
     path.write_text("\n".join(lines))
+    return path
+
+
+def test_the_longest_texts_are_taken_each_once(tmp_path: Path) -> None:
+    path = write_documents(tmp_path / "a.jsonl", ["short", "the longest of all", "the middle", "the longest of all"])
     assert read_texts([path], 2, seed=0) == ["the longest of all", "the middle"]
     with pytest.raises(ValueError, match="documents=4: the files have 3"):
         read_texts([path], 4, seed=0)
+
+
+def test_every_file_gives_its_longest_before_any_gives_its_next(tmp_path: Path) -> None:
+    one = write_documents(tmp_path / "one.jsonl", ["the longest of all", "another long one", "both"])
+    other = write_documents(tmp_path / "other.jsonl", ["both", "short text"])
+    assert read_texts([one, other], 4, seed=0) == ["the longest of all", "short text", "another long one", "both"]
 
 
 def test_without_files_texts_are_made_up_and_long_enough() -> None:
