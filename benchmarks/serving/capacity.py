@@ -235,10 +235,9 @@ def main() -> int:
     output = Lengths.parse("output", options.output)
     questions = question_trace(texts, tokenizer, options.document_tokens, options.questions, output, options.seed)
     write_trace(options.out / "questions.jsonl", questions)
-    write_trace(
-        options.out / "prefill.jsonl",
-        prefill_trace(texts, options.prefill_words, options.prefill_requests, _PREFILL_OUTPUT_TOKENS),
-    )
+    if not options.no_prefill:
+        prompts = prefill_trace(texts, options.prefill_words, options.prefill_requests, _PREFILL_OUTPUT_TOKENS)
+        write_trace(options.out / "prefill.jsonl", prompts)
     names = options.servers.split(",")
     for name in names:
         measure(name, model, options)
