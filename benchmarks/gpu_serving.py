@@ -31,6 +31,7 @@ TIES = {"bfloat16": 0.15, "float16": 0.03, "float32": 1e-3}  # log-probabilities
 ENGINE_TIMEOUT_S = 280
 
 NEARLY_ALL = 0.999999
+ALL_SALIENT = 1e-9  # of HGCA's beta: every token that was given any weight
 EXACT = {"policy": "dense", "sink_tokens": 16, "window_tokens": 64}
 
 
@@ -52,6 +53,8 @@ CASES = {
     "threshold": Case(
         settings={**EXACT, "policy": "progressive", "threshold": NEARLY_ALL, "microbatch_pages": 4}, env={}
     ),
+    # HGCA with the window on the device and all else salient, so on the host.
+    "salient": Case(settings={**EXACT, "policy": "hgca", "hgca_beta": ALL_SALIENT}, env={}),
     "runner_v1": Case(settings=EXACT, env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
 }
 

@@ -47,6 +47,8 @@ SIDES: dict[str, dict[str, Any] | None] = {
     "topk": {"policy": "topk", "topk_ratio": 0.05},
     "static": {"policy": "topk", "topk_ratio": 0.05, "host_share": "uniform"},  # split as HGCA splits
     "queue": {"policy": "topk", "topk_ratio": 0.05, "host_share": "queue"},  # Fluxion's queue for both
+    # HGCA: the window on the device, what is salient on the host. Random keys make few tokens stand out.
+    "hgca": {"policy": "hgca", "window_tokens": 2048},
     "threshold": {"policy": "progressive", "threshold": 0.95},
 }
 DEFAULT_SIDES = (BASELINE, FIXED, "topk", "queue")

@@ -188,11 +188,31 @@ NB_MODULE(_native, m) {
            nb::call_guard<nb::gil_scoped_release>())
       .def("attend_pages", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t block_table, uintptr_t query,
                               int kv_head, uintptr_t pages, int count, int seq_len, uintptr_t out, uintptr_t lse,
-                              uintptr_t lightest_lse) {
+                              uintptr_t lightest_lse, uintptr_t token_scores) {
         self.attend_pages({at<char>(kv), block_stride, at<int32_t>(block_table)}, at<char>(query), kv_head,
-                          at<int32_t>(pages), count, seq_len, at<float>(out), at<float>(lse), at<float>(lightest_lse));
+                          at<int32_t>(pages), count, seq_len, at<float>(out), at<float>(lse), at<float>(lightest_lse),
+                          at<float>(token_scores));
       }, "kv"_a, "block_stride"_a, "block_table"_a, "query"_a, "kv_head"_a, "pages"_a, "count"_a, "seq_len"_a, "out"_a,
-           "lse"_a, "lightest_lse"_a, nb::call_guard<nb::gil_scoped_release>())
+           "lse"_a, "lightest_lse"_a, "token_scores"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("begin_hgca_row", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t block_table, HgcaLayer& layer,
+                                int slot, int seq_len) {
+        return self.begin_hgca_row({at<char>(kv), block_stride, at<int32_t>(block_table)}, layer, slot, seq_len);
+      }, "kv"_a, "block_stride"_a, "block_table"_a, "layer"_a, "slot"_a, "seq_len"_a,
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("attend_packed", [](Engine& self, HgcaLayer& layer, uintptr_t slots, int rows, uintptr_t query, uintptr_t out,
+                               uintptr_t lse) {
+        return self.attend_packed(layer, at<int32_t>(slots), rows, at<char>(query), at<float>(out), at<float>(lse));
+      }, "layer"_a, "slots"_a, "rows"_a, "query"_a, "out"_a, "lse"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("end_hgca_row", [](Engine& self, HgcaLayer& layer, int slot, int seq_len, uintptr_t scores, int64_t stride,
+                              uintptr_t lse) {
+        self.end_hgca_row(layer, slot, seq_len, at<float>(scores), stride, at<float>(lse));
+      }, "layer"_a, "slot"_a, "seq_len"_a, "scores"_a, "stride"_a, "lse"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("reevaluate_rows", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride,
+                                 const Batch& batch, HgcaLayer& layer) {
+        self.reevaluate_rows({at<char>(kv), block_stride, at<char>(query), query_stride, nullptr, 0, nullptr, 0, nullptr, 0},
+                             batch, layer);
+      }, "kv"_a, "block_stride"_a, "query"_a, "query_stride"_a, "batch"_a, "layer"_a,
+           nb::call_guard<nb::gil_scoped_release>())
       .def("stats", &Engine::stats, nb::rv_policy::copy)
       .def("reset_stats", &Engine::reset_stats)
       .def("last_plan", &Engine::last_plan, "request"_a, "kv_head"_a)

@@ -122,8 +122,21 @@ class Engine {
   void score_pages(const RequestPages& of, const char* query, int page_begin, int count, float* scores);
   // Attends with the query heads of one group to some pages of one request, of which seq_len tokens are there: normalised
   // rows out [group][head_dim], their log-sum-exp (-inf where no token was seen), and that of each row's lightest page.
+  // With `token_scores` [group][count][16], which may be null, also the scaled score of every token; of those that are not
+  // there anything.
   void attend_pages(const RequestPages& of, const char* query, int head, const int32_t* pages, int count, int seq_len,
-                    float* out, float* lse, float* lightest_lse);
+                    float* out, float* lse, float* lightest_lse, float* token_scores);
+  // HGCA's decode rows where a device attends the dense window (hgca_tasks.cpp). They count nothing.
+  // What leaves the window of a row is judged; false, and nothing is done, where the state is not for the tokens before it.
+  bool begin_hgca_row(const RequestPages& of, HgcaLayer& layer, int slot, int seq_len);
+  // Attends with rows of [q_heads][head_dim] to what is packed of each: normalised out [rows][q_heads][head_dim], lse
+  // [rows][q_heads], zeros and -inf where nothing is. The pages read.
+  int64_t attend_packed(HgcaLayer& layer, const int32_t* slots, int rows, const char* query, float* out, float* lse);
+  // Brings the moving averages up to date: scores [q_heads][stride] of the window's tokens, page after page, and their
+  // log-sum-exp [q_heads].
+  void end_hgca_row(HgcaLayer& layer, int slot, int seq_len, const float* scores, int64_t stride, const float* lse);
+  // Judges the host side of requests anew; the batch has their latest rows, of which nothing but the queries is looked at.
+  void reevaluate_rows(const LayerCall& call, const Batch& batch, HgcaLayer& layer);
 
   const Isa& isa() const { return isa_; }
   const Geometry& geometry() const { return geometry_; }
@@ -276,12 +289,12 @@ class Engine {
   void store_rows(const LayerCall& call, const float* of_state, int token, int head);
   void attend_hgca(const LayerCall& call, const Batch& batch, HgcaLayer& layer);
   void collect_hgca_items(const Batch& batch, HgcaLayer& layer);
-  void evict(const LayerCall& call, const Batch& batch, const HgcaLayer& layer, HgcaItem& item);
+  void evict(const PageTable& table, const HgcaLayer& layer, HgcaHead& state, int seq_len);
   void pack(HgcaHead& state, const PageTable& from, int position);
   void add_hgca_spans();
   void attend_hgca_span(const LayerCall& call, const Batch& batch, const HgcaSpan& span);
   void finish_hgca_item(const LayerCall& call, const HgcaLayer& layer, HgcaItem& item);
-  void average_weights(const HgcaLayer& layer, HgcaItem& item, const float* window_state);
+  void average_weights(const HgcaLayer& layer, HgcaHead& state, int g, int seq_len, const float* scores, float of_window) const;
   void count_hgca_stats();
   void reevaluate(const LayerCall& call, const Batch& batch, HgcaLayer& layer);
   void collect_reevaluations(const LayerCall& call, const Batch& batch, HgcaLayer& layer);
@@ -337,6 +350,8 @@ class Engine {
   void reserve_states(int count);
   float lse(const float* of_state, int row) const;  // of what the state has read
   void merge_state(float* into, const float* from, int rows) const;
+  // A group's state as normalised rows [group][head_dim] and their log-sum-exp; zeros and -inf where nothing was read.
+  void normalise_state(const float* of_state, float* out, float* lse_out) const;
 
   Geometry geometry_;
   const Isa& isa_;

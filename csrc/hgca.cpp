@@ -14,7 +14,10 @@ void Engine::attend_hgca(const LayerCall& call, const Batch& batch, HgcaLayer& l
     return item.state && HgcaPages(layer.rule(), item.seq_len - 1).recent_begin < item.pages.recent_begin;
   });
   if (evicts)
-    pool_.for_each(static_cast<int>(hgca_items_.size()), [&](int i) { evict(call, batch, layer, hgca_items_[i]); });
+    pool_.for_each(static_cast<int>(hgca_items_.size()), [&](int i) {
+      const HgcaItem& item = hgca_items_[i];
+      if (item.state) evict(page_table(call, batch, item.request, item.head), layer, *item.state, item.seq_len);
+    });
   add_hgca_spans();
   pool_.for_each(static_cast<int>(hgca_spans_.size()), [&](int i) {
     attend_hgca_span(call, batch, hgca_spans_[i]);
@@ -24,10 +27,7 @@ void Engine::attend_hgca(const LayerCall& call, const Batch& batch, HgcaLayer& l
   });
   for (const HgcaItem& item : hgca_items_) {
     if (!item.state) continue;
-    HgcaRequest& request = layer.request(batch.slots[item.request]);
-    request.tokens = item.seq_len;
-    request.judge_rows = 0;
-    std::vector<char>().swap(request.judges);
+    layer.request(batch.slots[item.request]).attended(item.seq_len);
   }
   count_hgca_stats();
 }
@@ -50,16 +50,15 @@ void Engine::collect_hgca_items(const Batch& batch, HgcaLayer& layer) {
 
 // Lines 10 to 14 and 23 to 25: what leaves the window is salient where some head's average is above beta / entries of the
 // window; the heads of the group share the packed tokens. A page that the new token begins starts with averages of 0.
-void Engine::evict(const LayerCall& call, const Batch& batch, const HgcaLayer& layer, HgcaItem& item) {
-  if (!item.state) return;
-  const int before = item.seq_len - 1;
+void Engine::evict(const PageTable& table, const HgcaLayer& layer, HgcaHead& state, int seq_len) {
+  const int before = seq_len - 1;
   const HgcaPages old(layer.rule(), before);
+  const HgcaPages now(layer.rule(), seq_len);
   const float limit = layer.rule().beta / static_cast<float>(old.window_tokens(before));
-  const PageTable table = page_table(call, batch, item.request, item.head);
-  for (int p = std::max(old.recent_begin, item.pages.sink_end) * kPageTokens; p < item.pages.recent_begin * kPageTokens; ++p) {
+  for (int p = std::max(old.recent_begin, now.sink_end) * kPageTokens; p < now.recent_begin * kPageTokens; ++p) {
     bool salient = false;
-    for (int g = 0; g < layer.group(); ++g) salient = salient || *layer.average(*item.state, g, p) > limit;
-    if (salient) pack(*item.state, table, p);
+    for (int g = 0; g < layer.group(); ++g) salient = salient || *layer.average(state, g, p) > limit;
+    if (salient) pack(state, table, p);
   }
 }
 
@@ -145,27 +144,29 @@ void Engine::finish_hgca_item(const LayerCall& call, const HgcaLayer& layer, Hgc
   const int group = geometry_.group();
   float* acc = state(item.first_state);
   for (int s = 1; s < item.window_states; ++s) merge_state(acc, state(item.first_state + s), group);
-  if (item.state) average_weights(layer, item, acc);
+  if (item.state) {
+    const int64_t stride = static_cast<int64_t>(item.window.size()) * kPageTokens;
+    for (int g = 0; g < group; ++g)
+      average_weights(layer, *item.state, g, item.seq_len, window_scores_.data() + item.score_offset + g * stride, lse(acc, g));
+  }
   for (int s = std::max(1, item.window_states); s < item.states; ++s) merge_state(acc, state(item.first_state + s), group);
   store_rows(call, acc, item.token, item.head);
 }
 
-// Line 8, of the recent entries: those of the sink never leave the window.
-void Engine::average_weights(const HgcaLayer& layer, HgcaItem& item, const float* window_state) {
-  const int64_t stride = static_cast<int64_t>(item.window.size()) * kPageTokens;
+// Line 8, of the recent entries of one query head: those of the sink never leave the window. `scores` of the window's pages.
+void Engine::average_weights(const HgcaLayer& layer, HgcaHead& state, int g, int seq_len, const float* scores,
+                             float of_window) const {
+  const HgcaPages pages(layer.rule(), seq_len);
   const float alpha = layer.rule().alpha;
-  for (int g = 0; g < layer.group(); ++g) {
-    const float of_window = lse(window_state, g);
-    const float* scores = window_scores_.data() + item.score_offset + g * stride + item.pages.sink_end * kPageTokens;
-    if (item.seq_len % kPageTokens == 1)  // the token begins a page, where a page lay that has left the window
-      std::fill_n(layer.average(*item.state, g, item.seq_len - 1), kPageTokens, 0.0f);
-    for (int p = item.pages.recent_begin * kPageTokens; p < item.seq_len;) {
-      const int to_wrap = static_cast<int>(layer.ring_tokens() - p % layer.ring_tokens());
-      const int count = std::min(item.seq_len - p, to_wrap);
-      kernels_.blend_weights(scores, count, of_window, 1.0f - alpha, alpha, layer.average(*item.state, g, p));
-      scores += count;
-      p += count;
-    }
+  scores += pages.sink_end * kPageTokens;
+  if (seq_len % kPageTokens == 1)  // the token begins a page, where a page lay that has left the window
+    std::fill_n(layer.average(state, g, seq_len - 1), kPageTokens, 0.0f);
+  for (int p = pages.recent_begin * kPageTokens; p < seq_len;) {
+    const int to_wrap = static_cast<int>(layer.ring_tokens() - p % layer.ring_tokens());
+    const int count = std::min(seq_len - p, to_wrap);
+    kernels_.blend_weights(scores, count, of_window, 1.0f - alpha, alpha, layer.average(state, g, p));
+    scores += count;
+    p += count;
   }
 }
 

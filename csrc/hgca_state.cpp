@@ -46,6 +46,12 @@ void PackedPages::begin(int tokens, int64_t page_bytes) {
   reserve(tokens, page_bytes);
 }
 
+void HgcaRequest::attended(int seq_len) {
+  tokens = seq_len;
+  judge_rows = 0;
+  std::vector<char>().swap(judges);
+}
+
 HgcaLayer::HgcaLayer(int group, int kv_heads, const HgcaRule& rule) : rule_(rule), group_(group), kv_heads_(kv_heads) {}
 
 HgcaRequest& HgcaLayer::request(int slot) {

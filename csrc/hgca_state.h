@@ -66,6 +66,8 @@ struct HgcaRequest {
   // sequence's last page. [judge_rows][q_heads][head_dim] in the KV's dtype.
   std::vector<char> judges;
   int judge_rows = 0;
+  // A decode step has brought the state to a sequence of so many tokens.
+  void attended(int seq_len);
 };
 
 // The requests of one layer by slot. Written by the engine's call alone, a (slot, KV head) by one task at a time.

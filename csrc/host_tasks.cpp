@@ -37,7 +37,7 @@ void Engine::score_pages(const RequestPages& of, const char* query, int page_beg
 }
 
 void Engine::attend_pages(const RequestPages& of, const char* query, int head, const int32_t* pages, int count,
-                          int seq_len, float* out, float* lse_out, float* lightest_lse) {
+                          int seq_len, float* out, float* lse_out, float* lightest_lse, float* token_scores) {
   const Layout& layout = geometry_.layout;
   const int group = geometry_.group();
   const int64_t query_bytes = int64_t{layout.head_dim} * element_bytes(layout.dtype);
@@ -54,9 +54,12 @@ void Engine::attend_pages(const RequestPages& of, const char* query, int head, c
       const int first = static_cast<int>(int64_t{count} * part / parts);
       const int last = static_cast<int>(int64_t{count} * (part + 1) / parts);
       float* target = state(part);
-      kernels_.attend({queries.data(), visible.data(), group, pages + first, 0, last - first, page_table(of, head),
-                       layout.head_dim, geometry_.scale, target, target + group, target + 3 * group,
-                       target + 2 * group});
+      AttendArgs args{queries.data(), visible.data(), group, pages + first, 0, last - first, page_table(of, head),
+                      layout.head_dim, geometry_.scale, target, target + group, target + 3 * group, target + 2 * group};
+      if (!token_scores) return kernels_.attend(args);
+      args.token_scores = token_scores + int64_t{first} * kPageTokens;
+      args.token_scores_stride = int64_t{count} * kPageTokens;
+      kernels_.attend_keeping_scores(args);
     });
   });
   float* whole = state(0);
@@ -64,13 +67,19 @@ void Engine::attend_pages(const RequestPages& of, const char* query, int head, c
     merge_state(whole, state(part), group);
     for (int g = 0; g < group; ++g) whole[2 * group + g] = std::min(whole[2 * group + g], state(part)[2 * group + g]);
   }
+  normalise_state(whole, out, lse_out);
+  std::copy_n(whole + 2 * group, group, lightest_lse);
+}
+
+void Engine::normalise_state(const float* of_state, float* out, float* lse_out) const {
+  const int group = geometry_.group();
+  const int head_dim = geometry_.layout.head_dim;
   for (int g = 0; g < group; ++g) {
-    const float sum = whole[group + g];
-    lse_out[g] = sum > 0.0f ? lse(whole, g) : -std::numeric_limits<float>::infinity();
-    lightest_lse[g] = whole[2 * group + g];
+    const float sum = of_state[group + g];
+    lse_out[g] = sum > 0.0f ? lse(of_state, g) : -std::numeric_limits<float>::infinity();
     const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
-    const float* row = whole + 3 * group + int64_t{g} * layout.head_dim;
-    for (int d = 0; d < layout.head_dim; ++d) out[int64_t{g} * layout.head_dim + d] = row[d] * factor;
+    const float* row = of_state + 3 * group + int64_t{g} * head_dim;
+    for (int d = 0; d < head_dim; ++d) out[int64_t{g} * head_dim + d] = row[d] * factor;
   }
 }
 

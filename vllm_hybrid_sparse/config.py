@@ -274,7 +274,8 @@ class HybridSparseConfig:
         "none",
         HOST_SHARES,
         "which groups of query heads the host computes beside the device: none, every second one, the longest rows, or "
-        "what it takes from one queue for both (Fluxion)",
+        "what it takes from one queue for both (Fluxion); under hgca the device has the window, the host the rest",
+        policies=PAGE_POLICIES,
         devices=TIERED_DEVICES,
     )
     admission: str | None = choice_field(
@@ -325,8 +326,8 @@ class HybridSparseConfig:
         """Refuse a device that could not serve one group, or serves another policy."""
         if self.device == "none":
             return
-        if self.policy not in PAGE_POLICIES:
-            raise refusal("device", self.device, f"attends to pages, and the policy is {self.policy}")
+        if self.policy == "fluxion":
+            raise refusal("device", self.device, "does not serve policy fluxion, which is computed where the pages lie")
         least = self.selection.pages_in_flight
         if self.device_pool_pages is not None and self.device_pool_pages < least:
             rule = f"must be at least {least}: the microbatch that a group attends to, and the one that is loaded"

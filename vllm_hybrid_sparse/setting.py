@@ -32,11 +32,24 @@ def setting_field(setting: Setting) -> Any:
     return field(default=None if restricted else setting.default, metadata={"setting": setting})
 
 
-def choice_field(default: str, choices: tuple[str, ...], meaning: str, devices: tuple[str, ...] = ()) -> Any:
+def choice_field(
+    default: str,
+    choices: tuple[str, ...],
+    meaning: str,
+    policies: tuple[str, ...] = (),
+    devices: tuple[str, ...] = (),
+) -> Any:
     """A dataclass field that holds one of the names in `choices`."""
-    values = f"one of {', '.join(choices)}"
     return setting_field(
-        Setting(kind=str, default=default, values=values, allows=choices.__contains__, meaning=meaning, devices=devices)
+        Setting(
+            kind=str,
+            default=default,
+            values=f"one of {', '.join(choices)}",
+            allows=choices.__contains__,
+            meaning=meaning,
+            policies=policies,
+            devices=devices,
+        )
     )
 
 

@@ -99,8 +99,8 @@ def test_a_worker_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("no_loggers")
 def test_a_policy_that_cuda_does_not_serve_is_refused_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = platform_of(monkeypatch, on_cuda=True)
-    config = config_of(member(), additional_config={"hybrid_sparse": {"policy": "hgca"}})
-    with pytest.raises(ConfigError, match="attends to pages, and the policy is hgca"):
+    config = config_of(member(), additional_config={"hybrid_sparse": {"policy": "fluxion"}})
+    with pytest.raises(ConfigError, match="does not serve policy fluxion"):
         platform.check_and_update_config(config)
     assert platform.asked == []
 

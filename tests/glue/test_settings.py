@@ -53,7 +53,7 @@ def test_what_other_plugins_are_told_is_theirs() -> None:
     )
 
 
-@pytest.mark.parametrize("policy", ["hgca", "fluxion"])
-def test_policies_without_pages_are_refused_on_cuda(policy: str) -> None:
-    with pytest.raises(ConfigError, match=f"attends to pages, and the policy is {policy}"):
-        settings_on({"policy": policy}, on_cuda=True)
+def test_a_policy_that_cuda_does_not_serve_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not serve policy fluxion"):
+        settings_on({"policy": "fluxion"}, on_cuda=True)
+    assert settings_on({"policy": "hgca"}, on_cuda=True).device == "cuda"

@@ -15,9 +15,18 @@ from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec
 class MirroredLayer:
     """Requests get the slots 0, 1, … in the order they start; every step is checked."""
 
-    def __init__(self, shape: Shape, salience: SalienceSpec, retained: RetainedSet, *, num_blocks: int = 64) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        salience: SalienceSpec,
+        retained: RetainedSet,
+        *,
+        num_blocks: int = 64,
+        layer: ServedLayer | None = None,
+    ) -> None:
+        """With `layer` that one, which was made for the same."""
         self.salience, self.retained = salience, retained
-        self.layer = ServedLayer(shape, num_blocks=num_blocks, salience=salience, retained=retained)
+        self.layer = layer or ServedLayer(shape, num_blocks=num_blocks, salience=salience, retained=retained)
         self.heads: dict[int, list[HgcaHead]] = {}
         self.tokens: dict[int, int] = {}
 

@@ -29,7 +29,7 @@ retained_sets = st.builds(
 )
 
 
-def admission(layer_pages: int, selection: SelectionSpec = PROGRESSIVE, kv_heads: int = 1) -> Admission:
+def admission(layer_pages: int, selection: SelectionSpec | None = PROGRESSIVE, kv_heads: int = 1) -> Admission:
     return Admission(retained=RETAINED, selection=selection, kv_heads=kv_heads, layer_pages=layer_pages)
 
 
@@ -56,6 +56,7 @@ def test_a_policy_that_reads_less_than_two_microbatches_needs_no_more() -> None:
     assert admission(0, fixed).working_set_pages(100_000) == 21 + 5
     assert admission(0, share).working_set_pages(320 + 16 * 100) == 21 + 5
     assert admission(0, share).working_set_pages(100_000) == 21 + 2 * share.microbatch_pages
+    assert admission(0, None).working_set_pages(100_000) == 21
 
 
 @given(retained=retained_sets, selection=selections, most=st.integers(1, 4000), data=st.data())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_hybrid_sparse.memory import cuda_pool, write_through
-from vllm_hybrid_sparse.runtime import cuda, cuda_layer, prefill, step, tiers
+from vllm_hybrid_sparse.runtime import cuda, cuda_layer, judges, prefill, step, tiers
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 Clock = dict[int, int]  # by queue: how much of its work is behind
@@ -140,6 +140,12 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
     def pages(host: Any, offsets: Any) -> list[Hashable]:
         return [("page", host.data_ptr(), offset) for offset in offsets.flatten().tolist() if offset >= 0]
 
+    def read_by_host(source: Any, table: Any, seq_len: int) -> None:
+        heads, page = torch.arange(source.num_kv_heads)[:, None], torch.arange(-(-seq_len // PAGE_TOKENS))
+        of_block = source.pages_per_block
+        stored_at = table[page // of_block].long() * of_block + page % of_block
+        machine.host_reads(pages(source.elements, source.offsets(heads, stored_at[None])))
+
     def slots(pool: Any, places: Any) -> list[Hashable]:
         return [("slot", pool.data_ptr(), slot) for slot in places.flatten().tolist() if slot >= 0]
 
@@ -179,13 +185,22 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
     def on_host(
         self: Any, query: Any, key: Any, value: Any, kv_cache: Any, batch: Any, *given: Any, **named: Any
     ) -> None:
-        source, heads = self._tier.source(kv_cache), torch.arange(self._attention.num_kv_heads)[:, None]
-        of_block = source.pages_per_block
         for table, seq_len in zip(batch.block_tables, batch.seq_lens, strict=True):
-            page = torch.arange(-(-seq_len // PAGE_TOKENS))
-            stored_at = table[page // of_block].long() * of_block + page % of_block
-            machine.host_reads(pages(source.elements, source.offsets(heads, stored_at[None])))
+            read_by_host(self._tier.source(kv_cache), table, seq_len)
         forward(self, query, key, value, kv_cache, batch, *given, **named)
 
     monkeypatch.setattr(step.TieredLayer, "forward", on_host)
+    settle, reevaluate, sources = cuda_layer.CudaLayers._settle, judges.reevaluate, dict[int, Any]()
+
+    def settled(self: Any, kv_cache: Any, stored: Any) -> None:
+        sources[kv_cache.data_ptr()] = self._tier.source(kv_cache)
+        settle(self, kv_cache, stored)
+
+    def judging(attention: Any, states: Any, kv_cache: Any, appended: Any) -> None:
+        for rows in appended:
+            read_by_host(sources[kv_cache.data_ptr()], rows.block_table, rows.seq_len)
+        reevaluate(attention, states, kv_cache, appended)
+
+    monkeypatch.setattr(cuda_layer.CudaLayers, "_settle", settled)
+    monkeypatch.setattr(judges, "reevaluate", judging)
     return machine

@@ -36,6 +36,20 @@ def test_nothing_runs_beside_what_it_must_follow(policy: str, host_share: str, m
     assert machine.accesses > 50
 
 
+def test_salient_tokens_are_judged_and_packed_once_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = watch(monkeypatch)
+    settings = {"policy": "hgca", "hgca_beta": 1.0, "device_pool_pages": 16}
+    with model_of(settings, layers=2) as model:
+        for layer in model.layers:
+            layer.judges_at_once = False
+        one, other = model.start(), model.start()
+        model.step([(one, 150)], decode=False)
+        for tokens in (70, 40, 9, 1):
+            model.step([(other, tokens), (one, 1)])
+    assert machine.races == []
+    assert machine.accesses > 50
+
+
 def no_mark(self: Any) -> None:
     """A pool that says its copies are done when they are launched."""
 

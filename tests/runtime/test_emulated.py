@@ -40,7 +40,10 @@ def test_pages_in_any_slots_are_attended(group: int, tokens: int) -> None:
     query = torch.randn(2, group, HEAD_DIM)
     slots = torch.tensor([[*order, -1], [-1] * (len(order) + 1)])
     counts = torch.tensor([[page.shape[1] for page in pages] + [9], [16] * (len(order) + 1)])
-    out, lse, page_lse = attend_slots(query, key, value, slots, counts, 0.2)
+    out, lse, page_lse, scores = attend_slots(query, key, value, slots, counts, 0.2)
+    wanted_scores = 0.2 * query[0] @ content[0].T
+    assert_close(scores[0].flatten(1)[:, :tokens], wanted_scores)
+    assert scores[0].flatten(1)[:, tokens:].eq(-torch.inf).all()
     wanted_out, wanted_lse = attend_pages(query[0], content[0], content[1], range(len(pages)), 0.2)
     assert_close(out[0], wanted_out)
     assert_close(lse[0], wanted_lse)

@@ -52,6 +52,22 @@ def test_a_batch_follows_the_order_of_its_rows() -> None:
         requests.of_batch(3)
 
 
+def advance(requests: RequestSlots, names: list[str], seq_lens: list[int], query_lens: list[int]) -> list[bool]:
+    lengths = torch.tensor(seq_lens), torch.tensor(query_lens)
+    return list(requests.advance(requests.of(names), *lengths).tolist())
+
+
+def test_a_state_follows_a_request_step_by_step_and_no_further() -> None:
+    requests = RequestSlots()
+    assert advance(requests, ["a", "b"], [100, 1], [40, 1]) == [False, False]  # a's first 60 tokens were cached
+    assert advance(requests, ["b", "a"], [2, 101], [1, 1]) == [True, True]
+    assert advance(requests, ["a", "b"], [101, 3], [0, 1]) == [True, True]  # nothing of a in the step
+    assert advance(requests, ["a"], [102], [1]) == [True]
+    requests.release(["a"])
+    assert advance(requests, ["a", "b"], [103, 5], [1, 1]) == [False, False]  # a resumes, b has left a token out
+    assert advance(requests, ["a", "b"], [104, 6], [1, 1]) == [True, True]
+
+
 def test_thousands_of_requests_leave_nothing_behind() -> None:
     rng, requests, holder = random.Random(0), RequestSlots(), Holder()
     requests.attach(holder)

@@ -12,6 +12,7 @@ from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
+from vllm_hybrid_sparse.runtime.requests import RequestSlots
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
@@ -23,18 +24,30 @@ class _Executor:
 
     def __init__(self, layer: "TieredServedLayer") -> None:
         self._layer = layer
+        self._requests = RequestSlots()
 
     def forward(self, query: Any, key: Any, value: Any, kv_cache: Any, batch: Any, *rest: Any) -> None:
-        output = rest[2]
+        output, hgca = rest[2], rest[3]
         query_start, seq_lens, block_table, slot_mapping, mask = batch.tensors[:5]
+        slots = batch.tensors[5] if hgca is not None else None
+        if slots is not None:
+            mask = mask.bool() & self._requests.advance(slots, seq_lens, query_start.diff())
         if self._layer.on_cuda is not None:
             tables = [row[row >= 0].tolist() for row in block_table]
             of_block = self._layer.shape.block_tokens
-            on_device = DeviceBatch.from_tensors(query_start, seq_lens, mask.bool(), tables, of_block)
-            self._layer.on_cuda.forward(query, key, value, kv_cache, on_device, output)
+            on_device = DeviceBatch.from_tensors(query_start, seq_lens, mask.bool(), tables, of_block, slots)
+            self._layer.on_cuda.forward(query, key, value, kv_cache, on_device, output, hgca)
+            self._judge(hgca, kv_cache)
             return
-        tiered = TieredBatch.from_tensors(query_start, seq_lens, block_table, slot_mapping, mask)
-        self._layer.tiered.forward(query, key, value, kv_cache, tiered, output)
+        tiered = TieredBatch.from_tensors(query_start, seq_lens, block_table, slot_mapping, mask, slots)
+        self._layer.tiered.forward(query, key, value, kv_cache, tiered, output, hgca)
+
+    def _judge(self, hgca: Any, kv_cache: Any) -> None:
+        """Have the state be that of the step's last tokens, as tests look at it; else the next decode step does so."""
+        layers = self._layer.on_cuda
+        if hgca is not None and layers is not None and self._layer.judges_at_once:
+            layer = self._layer.tier.layer_of(kv_cache)
+            layers.judges.judge(layer, hgca, kv_cache, [rows.slot for rows in layers.judges.waiting(layer)])
 
     def last_plan(self, request: int, kv_head: int) -> list[int]:
         row = [index for index, decodes in enumerate(self._layer.last_mask) if decodes].index(request)
@@ -44,8 +57,10 @@ class _Executor:
 class TieredServedLayer(ServedLayer):
     """One layer of a device tier. `check_step` of the kernel tests takes it as it takes a `ServedLayer`."""
 
+    tier: DeviceTier
     tiered: TieredLayer
     on_cuda: CudaLayers | None = None
+    judges_at_once = True
     last_mask: list[bool]
 
     def batch(
@@ -62,23 +77,33 @@ class TieredModel:
         self, settings: dict[str, Any], *, shape: Shape | None = None, layers: int = 1, num_blocks: int = 40
     ) -> None:
         """With `device: cuda` in the settings the kernels run interpreted, over slots in CPU memory."""
+        self._started = 0
         self.config = HybridSparseConfig.from_mapping({"device": "emulated", **settings})
         device = torch.device("cpu") if self.config.device == "cuda" else None
         shape = replace(shape or Shape(), summary=self.config.summary or "none")
-        self.layers = [TieredServedLayer(shape, num_blocks=num_blocks, seed=0) for _ in range(layers)]
+        self.layers = [
+            TieredServedLayer(
+                shape, num_blocks=num_blocks, seed=0, salience=self.config.salience, retained=self.config.retained
+            )
+            for _ in range(layers)
+        ]
         kernel = self.layers[0].attention
         self.tier = DeviceTier(self.config, [layer.kv_cache for layer in self.layers], kernel, device=device)
         self.tier.pool.key.fill_(torch.nan)
         self.tier.pool.value.fill_(torch.nan)
         on_cuda = CudaLayers(self.tier, kernel, [layer.kv_cache for layer in self.layers]) if device else None
         for layer in self.layers:
-            layer.on_cuda = on_cuda
+            layer.tier, layer.on_cuda = self.tier, on_cuda
             layer.tiered = on_cuda.tiered if on_cuda else TieredLayer(self.tier, kernel, shape.scale)
             layer.attention = _Executor(layer)  # type: ignore[assignment]
 
     def start(self) -> list[Request]:
-        """One request, as each layer sees it."""
-        return [layer.start() for layer in self.layers]
+        """One request, as each layer sees it, with a slot of its own."""
+        self._started += 1
+        requests = [layer.start() for layer in self.layers]
+        for request in requests:
+            request.slot = self._started - 1
+        return requests
 
     def step(self, rows: Sequence[tuple[list[Request], int]], **options: Any) -> list[Step]:
         """One step of all layers; afterwards nothing is pinned."""

@@ -52,16 +52,19 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
             ("dense", alone, {"policy": "dense"}),
             ("alone", alone, SETTINGS),
             ("crowd", crowd, SETTINGS),
+            # The window through a pool of fewer slots than a layer's windows have pages.
+            ("device", crowd, {**SETTINGS, "device": "emulated", "device_pool_pages": 64}),
         )
     ]
     results = run_jobs(jobs, folder / "engines.log")
     return {name: answers_of(result) for name, result in results.items()}
 
 
-def test_alone_or_in_a_crowd_in_chunks_and_from_the_prefix_cache(answers: dict[str, list[Answer]]) -> None:
+@pytest.mark.parametrize("name", ["crowd", "device"])
+def test_alone_or_in_a_crowd_in_chunks_and_from_the_prefix_cache(name: str, answers: dict[str, list[Answer]]) -> None:
     wrong = [
         f"prompt of {len(prompt)} tokens: {how}"
-        for prompt, alone, crowd in zip(shared_prompts(), answers["alone"], answers["crowd"], strict=True)
+        for prompt, alone, crowd in zip(shared_prompts(), answers["alone"], answers[name], strict=True)
         if (how := difference(alone, crowd))
     ]
     assert not wrong, "\n".join(wrong)

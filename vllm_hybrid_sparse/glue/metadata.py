@@ -17,6 +17,7 @@ from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.host import host_runtime
+from vllm_hybrid_sparse.runtime.requests import RequestSlots
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 
 
@@ -34,6 +35,7 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     _shares = False  # whether a device shares the decode rows
     _blocks: BlockMirror | None = None  # on CUDA: the block tables in host memory
+    _requests: RequestSlots | None = None  # where the policy keeps state of requests
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -58,33 +60,30 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
         requests = meta.num_reqs
         prefilling = meta.is_prefilling
         decoding = torch.ones(requests, dtype=torch.bool) if prefilling is None else ~prefilling[:requests]
-        tensors = (
-            meta.query_start_loc_cpu[: requests + 1],
-            meta.seq_lens[:requests],
-            meta.block_table_tensor[:requests],
-            meta.slot_mapping,
-            decoding,
-        )
-        if self._shares:
-            return HybridSparseMetadata(TieredBatch.from_tensors(*tensors))
+        starts, lengths = meta.query_start_loc_cpu[: requests + 1], meta.seq_lens[:requests]
+        pages = meta.block_table_tensor[:requests], meta.slot_mapping
         slots = self._requests.of_batch(requests) if self._requests is not None else None
-        return HybridSparseMetadata(NativeBatch.from_tensors(*tensors, slots))
+        if not self._shares:
+            return HybridSparseMetadata(NativeBatch.from_tensors(starts, lengths, *pages, decoding, slots))
+        if self._requests is not None and slots is not None:
+            decoding &= self._requests.advance(slots, lengths, starts.diff())
+        return HybridSparseMetadata(TieredBatch.from_tensors(starts, lengths, *pages, decoding, slots))
 
     def _device_batch(self, meta: CommonAttentionMetadata, blocks: BlockMirror) -> DeviceBatch | None:
         """The step from what vLLM keeps in host memory, and the mirrored block tables; None in a made-up step."""
-        tables = blocks.tables(meta.req_idx)
-        if tables is None:
+        names, tables = blocks.names(meta.req_idx), blocks.tables(meta.req_idx)
+        if names is None or tables is None:
             return None
-        requests = len(tables)  # `num_reqs` counts padding too
+        requests = len(names)  # `num_reqs` counts padding too
         assert meta.seq_lens_cpu_upper_bound is not None  # exact, since nothing is speculated
         assert meta.is_prefilling is not None
-        return DeviceBatch.from_tensors(
-            meta.query_start_loc_cpu[: requests + 1],
-            meta.seq_lens_cpu_upper_bound[:requests],
-            ~torch.as_tensor(meta.is_prefilling)[:requests],
-            tables,
-            self._block_tokens,
-        )
+        starts, lengths = meta.query_start_loc_cpu[: requests + 1], meta.seq_lens_cpu_upper_bound[:requests]
+        decoding = ~torch.as_tensor(meta.is_prefilling)[:requests]
+        slots = None
+        if self._requests is not None:
+            slots = self._requests.of(names)
+            decoding &= self._requests.advance(slots, lengths, starts.diff())
+        return DeviceBatch.from_tensors(starts, lengths, decoding, tables, self._block_tokens, slots)
 
     def use_cascade_attention(self, *_args: Any, **_kwargs: Any) -> bool:
         """Never: a shared prefix is read once per request."""

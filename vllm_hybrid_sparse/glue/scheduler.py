@@ -42,7 +42,7 @@ class _AdmitsByWorkingSet:
             return
         self._admission = Admission(
             retained=settings.retained,
-            selection=settings.selection,
+            selection=None if settings.salience else settings.selection,
             kv_heads=max(group.kv_cache_spec.num_kv_heads for group in groups),
             layer_pages=settings.device_pool_pages // layers,
         )

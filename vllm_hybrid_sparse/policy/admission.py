@@ -21,7 +21,7 @@ class Admission:
     """
 
     retained: RetainedSet
-    selection: SelectionSpec
+    selection: SelectionSpec | None  # None: the device reads the retained set alone (HGCA)
     kv_heads: int  # of a layer, in one worker
     layer_pages: int  # the pool's slots / layers
 
@@ -33,7 +33,9 @@ class Admission:
         """
         first_page, end_page = self.retained.candidate_range(tokens)
         retained_pages = (self.retained.sink_tokens + self.retained.window_tokens) // PAGE_TOKENS + 1
-        selected_pages = min(self.selection.budget_pages(end_page - first_page), self.selection.pages_in_flight)
+        selected_pages = 0
+        if self.selection is not None:
+            selected_pages = min(self.selection.budget_pages(end_page - first_page), self.selection.pages_in_flight)
         return self.kv_heads * min(ceil(tokens / PAGE_TOKENS), retained_pages + selected_pages)
 
     def admits(self, running: Sequence[int], tokens: int) -> bool:

@@ -41,11 +41,14 @@ class BlockMirror:
         finally:
             self._batch_ids = None
 
+    def names(self, order: Any = None) -> Sequence[str] | None:
+        """The step's requests, in the order of its rows; None in a made-up step."""
+        return None if self._batch_ids is None else self._batch_ids(order)
+
     def tables(self, order: Any = None) -> list[list[int]] | None:
         """The blocks of the step's requests, in the order of its rows; None in a made-up step."""
-        if self._batch_ids is None:
-            return None
-        return [self._blocks[request_id] for request_id in self._batch_ids(order)]
+        names = self.names(order)
+        return None if names is None else [self._blocks[request_id] for request_id in names]
 
     def __len__(self) -> int:
         return len(self._blocks)

@@ -19,15 +19,6 @@ class Ranker:
     retained: RetainedSet
     weighs: bool  # whether scores are estimated log weights (key codes), to be set against the retained set's
 
-    def retained_reading(self, group: GroupKey, seq_len: int) -> Reading:
-        """The retained set of one group, read whole."""
-        return Reading(
-            group=group,
-            pages=tuple(self.retained.retained_pages(seq_len)),
-            seq_len=seq_len,
-            microbatch_pages=self.spec.microbatch_pages,
-        )
-
     def scored_pages(self, seq_len: int) -> tuple[int, int]:
         """The pages whose scores decide for a request, as `(first_page, end_page)`; the same twice where none does."""
         first, end = self.retained.candidate_range(seq_len)

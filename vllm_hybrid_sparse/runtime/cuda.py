@@ -23,7 +23,7 @@ from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, current_queue, h
 from vllm_hybrid_sparse.memory.transfers import Loaded
 from vllm_hybrid_sparse.runtime.device import Attended, PartialAttention, RowStates, WaveFlags
 from vllm_hybrid_sparse.runtime.readings import Reading
-from vllm_hybrid_sparse.values import GroupKey
+from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 
 LAUNCH_THREAD = "hybrid-sparse-device"
 LAND_THREAD = "hybrid-sparse-events"
@@ -38,10 +38,10 @@ class CudaDevice:
         self._launches = ThreadPoolExecutor(max_workers=1, thread_name_prefix=LAUNCH_THREAD)
         self._landings = ThreadPoolExecutor(max_workers=1, thread_name_prefix=LAND_THREAD)
 
-    def begin(self, query: Tensor, kv_heads: int) -> RowStates:
+    def begin(self, query: Tensor, kv_heads: int, score_tokens: int = 0) -> RowStates:
         """See `Device`."""
         with self._queue.launching():
-            return RowStates.empty(upload(query, self._queue.device), kv_heads)
+            return RowStates.empty(upload(query, self._queue.device), kv_heads, score_tokens)
 
     def open_wave(self, states: RowStates, scale: float, readings: Sequence[Reading]) -> "CudaWave":
         """See `Device`."""
@@ -177,14 +177,25 @@ class CudaWave:
             slots, page_tokens = upload(places, queue.device).unbind()
             page_lse = torch.empty(*states.lse.shape, places.shape[-1], device=queue.device)
             if places.shape[-1]:  # else nothing was loaded
-                self._attend_slots(slots, page_tokens, page_lse)
+                self._attend_slots(slots, page_tokens, page_lse, index)
             self._look(page_lse, index)
-            if states.shown_lse is not states.lse:
-                states.shown_lse.copy_(states.lse, non_blocking=True)
+            self._show()
             return _Launched(begun, queue.mark())
 
-    def _attend_slots(self, slots: Tensor, page_tokens: Tensor, page_lse: Tensor) -> None:
+    def _show(self) -> None:
+        """Copy to the host what it is to see of the states."""
         states = self._states
+        if states.shown_lse is not states.lse:
+            states.shown_lse.copy_(states.lse, non_blocking=True)
+        if states.token_scores is not None and states.shown_scores is not None:
+            states.shown_scores.copy_(states.token_scores, non_blocking=True)
+
+    def _attend_slots(self, slots: Tensor, page_tokens: Tensor, page_lse: Tensor, index: int) -> None:
+        states = self._states
+        scores = None
+        if states.token_scores is not None:
+            first = index * self._readings[0].microbatch_pages * PAGE_TOKENS
+            scores = states.token_scores[..., first : first + slots.shape[-1] * PAGE_TOKENS]
         attend_slots(
             states.query,
             self._pool.key,
@@ -196,6 +207,7 @@ class CudaWave:
             states.lse,
             page_lse,
             scale=self._scale,
+            token_scores=scores,
         )
 
     def _places(self, loaded: Loaded, index: int) -> Tensor:

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vllm_hybrid_sparse import _native
+from vllm_hybrid_sparse.kernels.hgca.native import JudgingRows, judging_rows
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
 from vllm_hybrid_sparse.memory.queues import Mark, current_queue, host_empty, open_queue, upload
 from vllm_hybrid_sparse.memory.write_through import Stored, WriteThrough
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch, PromptChunk
+from vllm_hybrid_sparse.runtime.judges import Arriving, Judges
 from vllm_hybrid_sparse.runtime.prefill import StreamedPrefill
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
@@ -41,18 +44,27 @@ class CudaLayers:
         )
         self.tiered = TieredLayer(tier, attention, attention.scale)
         self._kv_caches = {tier.layer_of(kv_cache): kv_cache for kv_cache in kv_caches}
+        self.judges = Judges(attention)
         self._stores = {
             layer: WriteThrough(tier.source(kv_cache), self._queue) for layer, kv_cache in self._kv_caches.items()
         }
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, batch: DeviceBatch, output: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        batch: DeviceBatch,
+        output: Tensor,
+        hgca: _native.HgcaLayer | None = None,
     ) -> None:
         """Store the batch's keys and values, summarise the pages they fill, attend, and write `output`.
 
         query, output   [tokens, q_heads, head_dim]    on the device; rows behind the batch's tokens are left alone
         key, value      [tokens, kv_heads, head_dim]   likewise
         kv_cache        the layer's host store
+        hgca            what HGCA keeps of the layer's requests; needs the batch's slots
         """
         layer = self._tier.layer_of(kv_cache)
         store = self._stores[layer]
@@ -64,15 +76,20 @@ class CudaLayers:
             self._prefill.attend(query, key, value, self._tier.source(kv_cache), chunk, output)
         if batch.chunks:
             self._give_back()
+        judging = [] if hgca is None else self._start_judging(query, batch.chunks)
         if stored is None:
             self.tiered.drop_pages(layer, batch.decode.written_pages)
+            self.judges.add(layer, judging)
             return
         self._settle(kv_cache, stored)
         arrived.wait()
+        if hgca is not None:
+            self.judges.judge(layer, hgca, kv_cache, batch.decode.slots)
+            self.judges.add(layer, judging)
         # The native batch attends to none of its rows, so what stands for its output is left as it is.
         queries, keys, values = rows
         self.tiered.forward(
-            queries, keys, values, kv_cache, batch.decode, queries, device_output=(output, batch.decode_tokens)
+            queries, keys, values, kv_cache, batch.decode, queries, hgca, device_output=(output, batch.decode_tokens)
         )
 
     @staticmethod
@@ -104,6 +121,19 @@ class CudaLayers:
                 rows.append(host_empty(tuple(chosen.shape), chosen.dtype, self._device))
                 rows[-1].copy_(chosen, non_blocking=True)
         return rows, current_queue(self._device).mark()
+
+    def _start_judging(self, query: Tensor, chunks: Sequence[PromptChunk]) -> list[Arriving]:
+        """Copy the queries to host memory by which HGCA will judge the chunks' requests."""
+        lengths = [min(chunk.tokens, judging_rows(chunk.seq_len)) for chunk in chunks]
+        ends = [chunk.first_token + chunk.tokens for chunk in chunks]
+        tokens = [token for end, length in zip(ends, lengths, strict=True) for token in range(end - length, end)]
+        if not tokens:
+            return []
+        (queries,), arrived = self._start_copy((query,), tokens)
+        return [
+            Arriving(JudgingRows(chunk.slot, rows, chunk.seq_len, chunk.block_table), arrived)
+            for chunk, rows in zip(chunks, queries.split(lengths), strict=True)
+        ]
 
     def _store(self, store: WriteThrough, key: Tensor, value: Tensor, chunk: PromptChunk) -> None:
         tokens = slice(chunk.first_token, chunk.first_token + chunk.tokens)

@@ -27,21 +27,32 @@ class RowStates:
     lse: Tensor  # [rows, q_heads] f32 there, natural log; -inf where nothing was seen
     shown_lse: Tensor  # [rows, q_heads] f32 in host memory: `lse` when the last future that is done was
     kept: Tensor  # [rows, kv_heads] f32 in host memory, P_acc when the group was last looked at; 1 where it never was
+    # Where the policy keeps them, [rows, q_heads, tokens] f32: scaled scores of each reading's tokens, page after page.
+    token_scores: Tensor | None = None  # where the device attends
+    shown_scores: Tensor | None = None  # in host memory: `token_scores` when the last future that is done was
 
     @classmethod
-    def empty(cls, query: Tensor, kv_heads: int) -> "RowStates":
-        """Nothing seen by rows whose queries, and states, lie where `query` does."""
+    def empty(cls, query: Tensor, kv_heads: int, score_tokens: int = 0) -> "RowStates":
+        """Nothing seen by rows whose queries, and states, lie where `query` does; room for scores of so many tokens."""
         rows, q_heads, _ = query.shape
+        on_host = query.device.type == "cpu"
         lse = torch.full((rows, q_heads), -torch.inf, device=query.device)
         shown = lse
-        if query.device.type != "cpu":
+        if not on_host:
             shown = host_empty((rows, q_heads), torch.float32, query.device).fill_(-torch.inf)
+        scores = shown_scores = None
+        if score_tokens:
+            scores = shown_scores = torch.full((rows, q_heads, score_tokens), -torch.inf, device=query.device)
+            if not on_host:
+                shown_scores = host_empty((rows, q_heads, score_tokens), torch.float32, query.device)
         return cls(
             query=query,
             out=torch.zeros(query.shape, device=query.device),
             lse=lse,
             shown_lse=shown,
             kept=torch.ones(rows, kv_heads),
+            token_scores=scores,
+            shown_scores=shown_scores,
         )
 
     def heads(self, group: GroupKey) -> slice:
@@ -113,10 +124,11 @@ class Wave(Protocol):
 class Device(Protocol):
     """A device with the pool's slots in its memory."""
 
-    def begin(self, query: Tensor, kv_heads: int) -> RowStates:
+    def begin(self, query: Tensor, kv_heads: int, score_tokens: int = 0) -> RowStates:
         """States in which nothing is seen yet.
 
-        query     [rows, q_heads, head_dim]  of the KV dtype, in host memory
+        query          [rows, q_heads, head_dim]  of the KV dtype, in host memory
+        score_tokens   of each reading, whose scores are kept; 0 keeps none
         """
 
     def open_wave(self, states: RowStates, scale: float, readings: Sequence[Reading]) -> Wave:

@@ -24,6 +24,7 @@ class PromptChunk:
     context_tokens: int  # of the request before them, which are in the host store
     block_table: Tensor  # [blocks] int32, in host memory
     pages_per_block: int
+    slot: int = -1  # where a layer keeps the request's state, if it does
 
     @property
     def seq_len(self) -> int:
@@ -59,13 +60,16 @@ class DeviceBatch:
         decode_mask: Tensor,
         block_tables: Sequence[Sequence[int]],
         block_tokens: int,
+        slots: Tensor | None = None,
     ) -> Self:
         """Check and divide. KernelError where a block table is too short for its request.
 
         query_start_loc   [requests + 1] int32   on the CPU, as are all
         seq_lens          [requests] int32       tokens of each request, the batch's included
-        decode_mask       [requests] bool        whether the prompt is computed; one query token then attends sparsely
+        decode_mask       [requests] bool        whether the prompt is computed; one query token then attends sparsely;
+                                                 with `slots` only of requests whose state is for the tokens before it
         block_tables      [requests][blocks]     block ids
+        slots             [requests] int32       where a layer keeps each request's state; None: the layers keep none
         """
         starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
         of_block = block_tokens // PAGE_TOKENS
@@ -80,24 +84,35 @@ class DeviceBatch:
                 decodes.append(request)
                 tables.append(table)
             elif tokens:
-                chunks.append(PromptChunk(starts[request], tokens, seq_len - tokens, table, of_block))
+                slot = -1 if slots is None else int(slots[request])
+                chunks.append(PromptChunk(starts[request], tokens, seq_len - tokens, table, of_block, slot))
         written = [page for chunk in chunks for page in chunk.written_pages.tolist()]
         return cls(
-            decode=_decode_batch(tables, [lengths[request] for request in decodes], block_tokens, written),
+            decode=_decode_batch(
+                tables,
+                [lengths[request] for request in decodes],
+                block_tokens,
+                None if slots is None else slots[decodes],
+                written,
+            ),
             decode_tokens=tuple(starts[request] for request in decodes),
             chunks=tuple(chunks),
         )
 
 
 def _decode_batch(
-    tables: Sequence[Tensor], seq_lens: Sequence[int], block_tokens: int, written: Sequence[int]
+    tables: Sequence[Tensor],
+    seq_lens: Sequence[int],
+    block_tokens: int,
+    slots: Tensor | None,
+    written: Sequence[int],
 ) -> TieredBatch:
     """Rows of one token each, the last of their requests."""
     rows = len(tables)
     block_table = torch.zeros(rows, max((len(table) for table in tables), default=0), dtype=torch.int32)
     for row, table in zip(block_table, tables, strict=True):
         row[: len(table)] = table
-    slots = [
+    places = [
         int(table[(seq_len - 1) // block_tokens]) * block_tokens + (seq_len - 1) % block_tokens
         for table, seq_len in zip(tables, seq_lens, strict=True)
     ]
@@ -105,7 +120,8 @@ def _decode_batch(
         torch.arange(rows + 1, dtype=torch.int32),
         torch.tensor(seq_lens, dtype=torch.int32),
         block_table,
-        torch.tensor(slots, dtype=torch.int64),
+        torch.tensor(places, dtype=torch.int64),
         torch.ones(rows, dtype=torch.bool),
+        slots,
         written_pages=written,
     )

@@ -25,15 +25,15 @@ THREAD_NAME = "hybrid-sparse-device"
 
 def attend_slots(
     query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, page_tokens: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attend with groups of query heads to the pages in some slots.
 
     query        [groups, group, head_dim]
     key_pool     [slots, 16, head_dim], value_pool likewise; what no slot of a group names is not looked at
     slots        [groups, pages] int64, -1 for none
     page_tokens  [groups, pages] int64, tokens of each page that are there, 0 to 16
-    returns      (out, lse, page_lse) f32: [groups, group, head_dim] normalised, [groups, group] and
-                 [groups, group, pages]; zeros and -inf where no token is seen
+    returns      (out, lse, page_lse, scores) f32: [groups, group, head_dim] normalised, [groups, group],
+                 [groups, group, pages] and [groups, group, pages, 16]; zeros and -inf where no token is seen
     """
     seen = torch.arange(PAGE_TOKENS) < page_tokens.masked_fill(slots < 0, 0)[..., None]  # [groups, pages, 16]
     index = slots.clamp(min=0)
@@ -45,7 +45,7 @@ def attend_slots(
     page_lse = scores.logsumexp(dim=-1)
     lse = page_lse.logsumexp(dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None, None])
-    return torch.einsum("ngpt,nptd->ngd", weights, value), lse, page_lse
+    return torch.einsum("ngpt,nptd->ngd", weights, value), lse, page_lse, scores
 
 
 class EmulatedDevice:
@@ -55,9 +55,9 @@ class EmulatedDevice:
         self._pool = pool
         self._stream = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
 
-    def begin(self, query: Tensor, kv_heads: int) -> RowStates:
+    def begin(self, query: Tensor, kv_heads: int, score_tokens: int = 0) -> RowStates:
         """See `Device`."""
-        return RowStates.empty(query, kv_heads)
+        return RowStates.empty(query, kv_heads, score_tokens)
 
     def open_wave(self, states: RowStates, scale: float, readings: Sequence[Reading]) -> "EmulatedWave":
         """See `Device`."""
@@ -136,12 +136,19 @@ class EmulatedWave:
             slots[place, :count] = torch.tensor(loaded.slots[part])
             page_tokens[place, :count] = torch.tensor(reading.page_tokens(index))
         queries = torch.stack([states.query[reading.group.row, states.heads(reading.group)] for reading in readings])
-        out, lse, page_lse = attend_slots(queries, self._pool.key, self._pool.value, slots, page_tokens, self._scale)
+        out, lse, page_lse, scores = attend_slots(
+            queries, self._pool.key, self._pool.value, slots, page_tokens, self._scale
+        )
         lightest = page_lse.masked_fill((slots < 0)[:, None], torch.inf).amin(dim=-1)
         for place, reading in enumerate(readings):
             _fold(states, reading.group, out[place], lse[place])
             seen = self._lightest_lse[reading.group.row, states.heads(reading.group)]
             seen.copy_(torch.minimum(seen, lightest[place]))
+            if states.token_scores is not None:
+                of_pages = scores[place, :, : len(reading.microbatch(index))].flatten(1)
+                first = index * reading.microbatch_pages * PAGE_TOKENS
+                rows = states.token_scores[reading.group.row, states.heads(reading.group)]
+                rows[:, first : first + of_pages.shape[1]] = of_pages
 
     def _look(self, reading: Reading, index: int) -> None:
         """PSA's lines 14 to 18 for one group: done when enough is read, or everything that may be."""

@@ -28,12 +28,22 @@ class HostSide:
         self._attention = attention
 
     def attend(
-        self, query: Tensor, kv_cache: Tensor, block_table: Tensor, reading: Reading, pages: tuple[int, ...]
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        reading: Reading,
+        pages: tuple[int, ...],
+        token_scores: Tensor | None = None,
     ) -> HostState:
-        """Attend to some pages of a group; query [group, head_dim] of the KV dtype."""
+        """Attend to some pages of a group.
+
+        query          [group, head_dim]           of the KV dtype
+        token_scores   [group, pages * 16] f32     out: the scaled score of every token
+        """
         listed = torch.tensor(pages, dtype=torch.int32)
         return attend_pages(
-            self._attention, query, kv_cache, block_table, reading.group.kv_head, listed, reading.seq_len
+            self._attention, query, kv_cache, block_table, reading.group.kv_head, listed, reading.seq_len, token_scores
         )
 
     def read(

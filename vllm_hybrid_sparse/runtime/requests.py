@@ -30,6 +30,9 @@ class RequestSlots:
         self._slots: dict[str, int] = {}
         self._free: list[int] = []  # a heap: the lowest is given first
         self._holders: list[SlotStates] = []
+        self._tokens: dict[
+            int, int
+        ] = {}  # by slot: of the sequence that the layers' states are for, once the step is done
         self._batch_ids: Callable[[], Sequence[str]] = list
 
     def follow(self, batch_ids: Callable[[], Sequence[str]]) -> None:
@@ -42,6 +45,19 @@ class RequestSlots:
         if len(request_ids) != requests:
             raise KernelError(f"requests={requests}: the step's batch names {len(request_ids)}")
         return self.of(request_ids)
+
+    def advance(self, slots: Tensor, seq_lens: Tensor, query_lens: Tensor) -> Tensor:
+        """Say once of a step how long its requests are, for a runtime that has to know which of them have a state.
+
+        slots, seq_lens, query_lens   [requests] int32   tokens of each request, and of them those of the step
+        returns                       [requests] bool    whether the request's state is for the tokens before the step's
+        """
+        follows = []
+        for slot, seq_len, query_len in zip(slots.tolist(), seq_lens.tolist(), query_lens.tolist(), strict=True):
+            follows.append(self._tokens.get(slot) == seq_len - query_len)
+            if query_len:
+                self._tokens[slot] = seq_len
+        return torch.tensor(follows, dtype=torch.bool)
 
     def attach(self, holder: SlotStates) -> None:
         """Have `holder` told of every release from now on."""
@@ -65,6 +81,7 @@ class RequestSlots:
             slot = self._slots.pop(request_id, None)
             if slot is None:
                 continue
+            self._tokens.pop(slot, None)
             for holder in self._holders:
                 holder.release(slot)
             heapq.heappush(self._free, slot)

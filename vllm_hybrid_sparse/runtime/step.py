@@ -6,42 +6,25 @@ device; decode rows are left to this executor.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from concurrent.futures import wait
 
 import torch
 from torch import Tensor
 
+from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import score_pages
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, native_selection
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 from vllm_hybrid_sparse.policy.planner import PLANNERS
 from vllm_hybrid_sparse.policy.task_queue import TaskQueue
 from vllm_hybrid_sparse.runtime.candidates import Ranker, no_scores
-from vllm_hybrid_sparse.runtime.device_side import DeviceResult, LayerRows
+from vllm_hybrid_sparse.runtime.decode_rows import DecodeRows
 from vllm_hybrid_sparse.runtime.host_side import HostResult, HostSide
 from vllm_hybrid_sparse.runtime.readings import Reading
+from vllm_hybrid_sparse.runtime.salient_rows import SalientRows
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey, GroupTask, PageKey
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """What the phases of one call share."""
-
-    rows: LayerRows
-    queries: Tensor  # [rows, q_heads, head_dim] of the KV dtype, in host memory
-    kv_cache: Tensor
-    batch: TieredBatch
-
-    def query(self, group: GroupKey) -> Tensor:
-        """The group's query heads, [group, head_dim]."""
-        return self.queries[group.row, self.rows.states.heads(group)]
-
-    def lse(self, group: GroupKey) -> Tensor:
-        """Log-sum-exp of what the device has attended so far, [group]."""
-        return self.rows.states.shown_lse[group.row, self.rows.states.heads(group)]
 
 
 class TieredLayer:
@@ -58,6 +41,7 @@ class TieredLayer:
         self._attributed = settings.selection.attributed
         self._asks_residency = settings.host_share == "queue"
         self._host = HostSide(attention)
+        self._salient = SalientRows(tier, attention, scale, self._host)
         self.last_pages: dict[GroupKey, tuple[int, ...]] = {}  # candidates that the last call read, in their order
 
     def forward(
@@ -68,6 +52,7 @@ class TieredLayer:
         kv_cache: Tensor,
         batch: TieredBatch,
         output: Tensor,
+        hgca: _native.HgcaLayer | None = None,
         *,
         device_output: tuple[Tensor, Sequence[int]] | None = None,
     ) -> None:
@@ -78,11 +63,14 @@ class TieredLayer:
         device_output   where the decode rows' attention goes instead of to `output`: a tensor where the device gives
                         it, and its row for each decode row
         """
-        self._attention.forward(query, key, value, kv_cache, batch.native, self._selection, None, output)
+        self._attention.forward(query, key, value, kv_cache, batch.native, self._selection, None, output, hgca)
         if key is not None and value is not None:
             self._write_through(key, value, self._tier.layer_of(kv_cache), batch)
-        if batch.rows:
-            self._decode(query, kv_cache, batch, *(device_output or (output, batch.rows)))
+        target = device_output or (output, batch.rows)
+        if batch.rows and hgca is not None:
+            self._salient.decode(query, kv_cache, batch, hgca, *target)
+        elif batch.rows:
+            self._decode(query, kv_cache, batch, *target)
 
     def _write_through(self, key: Tensor, value: Tensor, layer: int, batch: TieredBatch) -> None:
         """Keep the pool true: pages that prefill has written are dropped, a decode row's token is written there too."""
@@ -105,18 +93,12 @@ class TieredLayer:
         self, query: Tensor, kv_cache: Tensor, batch: TieredBatch, output: Tensor, output_rows: Sequence[int]
     ) -> None:
         started = time.perf_counter()
-        tier, queries = self._tier, query[list(batch.rows)]
-        rows = LayerRows(
-            layer=tier.layer_of(kv_cache),
-            source=tier.source(kv_cache),
-            scale=self._scale,
-            block_tables=[table.numpy() for table in batch.block_tables],
-            states=tier.device.begin(queries, self._attention.num_kv_heads),
-        )
-        step = _Step(rows=rows, queries=queries, kv_cache=kv_cache, batch=batch)
-        attending = self._start_retained(step)
-        scores = [self._scores(step, row) for row in range(len(queries))]  # while the device attends
-        retained = self._finish(step, attending)
+        tier = self._tier
+        step = DecodeRows.begin(tier, self._host, self._scale, query, kv_cache, batch)
+        rows = step.rows
+        attending = step.start_retained(tier.settings.retained, tier.settings.selection.microbatch_pages)
+        scores = [self._scores(step, row) for row in range(len(step.queries))]  # while the device attends
+        retained = step.finish(attending)
         readings, shares = self._rank(step, scores)
         gives = self._attributed and any(reading.log_unread is not None for reading in readings.values())
         alone = tier.device.copied(rows.states) if gives else None
@@ -126,7 +108,7 @@ class TieredLayer:
             hosted, host_busy_s = self._read_on_host(step, queue, readings)
         finally:
             wait([attending])  # nothing of this step may still run when it has failed
-        selected = self._finish(step, attending)
+        selected = step.finish(attending)
         tier.device.merge(rows.states, {group: result.state for group, result in hosted.items()})
         pages = {group: selected.pages_read.get(group, 0) for group in readings}
         pages |= {group: result.pages_read for group, result in hosted.items()}
@@ -138,7 +120,9 @@ class TieredLayer:
         tiers = retained.stats + selected.stats + TierStats(host_busy_s=host_busy_s, step_s=step_s)
         self._count(step, tiers, readings, hosted, shares, selected.stats.microbatches)
 
-    def _log_unread(self, step: _Step, readings: Mapping[GroupKey, Reading], pages: Mapping[GroupKey, int]) -> Tensor:
+    def _log_unread(
+        self, step: DecodeRows, readings: Mapping[GroupKey, Reading], pages: Mapping[GroupKey, int]
+    ) -> Tensor:
         """What key codes say of the candidates that were not read, [rows, q_heads], for groups that have read some."""
         states = step.rows.states
         log_unread = torch.full(tuple(states.lse.shape), -torch.inf)
@@ -148,28 +132,7 @@ class TieredLayer:
                 log_unread[group.row, states.heads(group)] = torch.from_numpy(reading.log_unread[looked]).float()
         return log_unread
 
-    def _start_retained(self, step: _Step) -> Future[DeviceResult]:
-        """Have the device attend to the retained sets."""
-        groups_at_once = self._tier.groups_at_once
-        readings = [
-            self._ranker.retained_reading(GroupKey(row, head), seq_len)
-            for row, seq_len in enumerate(step.batch.seq_lens)
-            for head in range(self._attention.num_kv_heads)
-        ]
-        waves = [readings[first : first + groups_at_once] for first in range(0, len(readings), groups_at_once)]
-        return self._tier.launcher.submit(self._tier.side.run, step.rows, waves)
-
-    def _finish(self, step: _Step, attending: Future[DeviceResult]) -> DeviceResult:
-        """Wait for the device; what could not be loaded is attended where it lies, and the first failure logged."""
-        result = attending.result()
-        for reading, pages, error in result.failed:
-            self._tier.report_failure(error)
-            table = step.batch.block_tables[reading.group.row]
-            state = self._host.attend(step.query(reading.group), step.kv_cache, table, reading, pages)
-            self._tier.device.merge(step.rows.states, {reading.group: state})
-        return result
-
-    def _scores(self, step: _Step, row: int) -> Tensor:
+    def _scores(self, step: DecodeRows, row: int) -> Tensor:
         """Scores of one decode row's candidates, [q_heads, scored pages]."""
         first, end = self._ranker.scored_pages(step.batch.seq_lens[row])
         if first == end:
@@ -177,7 +140,9 @@ class TieredLayer:
         table = step.batch.block_tables[row]
         return score_pages(self._attention, step.queries[row], step.kv_cache, table, first, end)
 
-    def _rank(self, step: _Step, scores: Sequence[Tensor]) -> tuple[dict[GroupKey, Reading], dict[GroupKey, float]]:
+    def _rank(
+        self, step: DecodeRows, scores: Sequence[Tensor]
+    ) -> tuple[dict[GroupKey, Reading], dict[GroupKey, float]]:
         """What each group may read, and P_acc before it reads any of that."""
         readings, shares = {}, {}
         for row, seq_len in enumerate(step.batch.seq_lens):
@@ -187,7 +152,9 @@ class TieredLayer:
                 readings[group], shares[group] = self._ranker.reading(group, seq_len, of_group, step.lse(group))
         return readings, shares
 
-    def _tasks(self, step: _Step, readings: Mapping[GroupKey, Reading], scores: Sequence[Tensor]) -> list[GroupTask]:
+    def _tasks(
+        self, step: DecodeRows, readings: Mapping[GroupKey, Reading], scores: Sequence[Tensor]
+    ) -> list[GroupTask]:
         """The groups that have anything to read, and how much of it the device lacks, where the plan asks for that."""
         tasks = []
         for group, reading in readings.items():
@@ -206,7 +173,7 @@ class TieredLayer:
             yield [readings[task.group] for task in tasks]
 
     def _read_on_host(
-        self, step: _Step, queue: TaskQueue, readings: Mapping[GroupKey, Reading]
+        self, step: DecodeRows, queue: TaskQueue, readings: Mapping[GroupKey, Reading]
     ) -> tuple[dict[GroupKey, HostResult], float]:
         """Work for the host until the queue has nothing for it; what came of it, and the time that it took."""
         results, busy_s = {}, 0.0
@@ -219,7 +186,7 @@ class TieredLayer:
 
     def _count(
         self,
-        step: _Step,
+        step: DecodeRows,
         tiers: TierStats,
         readings: Mapping[GroupKey, Reading],
         hosted: Mapping[GroupKey, HostResult],

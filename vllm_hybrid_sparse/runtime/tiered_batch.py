@@ -21,6 +21,7 @@ class TieredBatch:
     block_tables: tuple[Tensor, ...]  # [blocks] int32 of each
     new_slots: tuple[int, ...]  # where each row's token is stored: block * block_tokens + offset; negative: nowhere
     written_pages: tuple[int, ...]  # pages of the host store that the other rows' tokens are stored in
+    slots: tuple[int, ...] = ()  # where a layer keeps the state of each row's request, if it does
 
     @classmethod
     def from_tensors(
@@ -30,17 +31,19 @@ class TieredBatch:
         block_table: Tensor,
         slot_mapping: Tensor,
         decode_mask: Tensor,
+        slots: Tensor | None = None,
         *,
         written_pages: Sequence[int] = (),
     ) -> Self:
         """Check and divide. The arguments and errors are those of `NativeBatch.from_tensors`.
 
+        decode_mask     with `slots` only of requests whose state is for the tokens before the new one
         written_pages   pages of the host store that something else than the batch's tokens is stored in
         """
-        NativeBatch.from_tensors(query_start_loc, seq_lens, block_table, slot_mapping, decode_mask)
+        NativeBatch.from_tensors(query_start_loc, seq_lens, block_table, slot_mapping, decode_mask, slots)
         decodes = decode_mask.bool() & (query_start_loc.diff() == 1)
         lengths = seq_lens.masked_fill(decodes, 0)
-        native = NativeBatch.from_tensors(query_start_loc, lengths, block_table, slot_mapping, decode_mask)
+        native = NativeBatch.from_tensors(query_start_loc, lengths, block_table, slot_mapping, decode_mask, slots)
         requests = decodes.nonzero().flatten()
         tokens = query_start_loc[:-1][requests].long()
         others = torch.ones(native.num_tokens, dtype=torch.bool)
@@ -53,4 +56,5 @@ class TieredBatch:
             block_tables=tuple(block_table[request] for request in requests.tolist()),
             new_slots=tuple(slot_mapping[tokens].tolist()),
             written_pages=(*(stored[stored >= 0] // PAGE_TOKENS).unique().tolist(), *written_pages),
+            slots=() if slots is None else tuple(slots[requests].tolist()),
         )

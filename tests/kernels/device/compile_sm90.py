@@ -62,6 +62,8 @@ def launch_everything(dtype: torch.dtype, head_dim: int, group: int) -> None:
     page_lse = torch.zeros(rows, q_heads, pages)
     done = torch.zeros(rows, kv_heads, dtype=torch.uint8)
     attend_slots(query, pools[0], pools[1], table, table, done, out, lse, page_lse, scale=0.1)
+    scores = torch.zeros(rows, q_heads, pages * 16)
+    attend_slots(query, pools[0], pools[1], table, table, done, out, lse, page_lse, scale=0.1, token_scores=scores)
 
     host = torch.zeros(4096 * 4, dtype=dtype)
     offsets, slots = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)

@@ -13,7 +13,12 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def attend(
-    pool: Pool, query: Tensor, state: tuple[Tensor, Tensor], device: torch.device, done: Tensor | None = None
+    pool: Pool,
+    query: Tensor,
+    state: tuple[Tensor, Tensor],
+    device: torch.device,
+    done: Tensor | None = None,
+    token_scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernel on copies; returns out, lse and page_lse on the CPU, the latter NaN where it was not written."""
     out, lse = (part.clone().to(device) for part in state)
@@ -30,6 +35,7 @@ def attend(
         lse,
         page_lse,
         scale=SCALE,
+        token_scores=token_scores,
     )
     return out.cpu(), lse.cpu(), page_lse.cpu()
 
@@ -150,6 +156,31 @@ def test_strided_queries_and_parts_of_a_table(device: torch.device) -> None:
     assert_close(page_lse.cpu(), expected[2])
 
 
+def test_scores_of_tokens_are_kept_where_they_are_wanted(device: torch.device) -> None:
+    """In a part of a larger tensor, for the groups that are not done; the results are those without, in other tiles."""
+    pool = make_pool([[[16, 16, 5], [16, 4, -1]], [[16, 1, -1], [16, 16, 16]]], 16, torch.float32)
+    query, state = torch.randn(2, 6, 16), empty_states(2, 6, 16)
+    done = torch.tensor([[0, 0], [0, 1]], dtype=torch.uint8)
+    whole = torch.full((2, 6, 5 * 16), torch.nan, device=device)
+    scores = whole[:, :, 16:64]
+    plain, kept = (attend(pool, query, state, device, done, kept) for kept in (None, scores))
+    for one, other in zip(plain, kept, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
+    scores = scores.cpu().unflatten(2, (3, 16))
+    for row, kv_head in ((0, 0), (0, 1), (1, 0)):
+        for page in range(3):
+            slot, tokens = int(pool.slots[row, kv_head, page]), int(pool.page_tokens[row, kv_head, page])
+            tokens = tokens if slot >= 0 else 0
+            of_page = scores[row, 3 * kv_head : 3 * kv_head + 3, page]
+            assert_close(
+                of_page[:, :tokens], SCALE * query[row, 3 * kv_head : 3 * kv_head + 3] @ pool.k_pool[slot, :tokens].T
+            )
+            assert of_page[:, tokens:].eq(-torch.inf).all()
+    assert scores[1, 3:].isnan().all()
+    assert whole[:, :, :16].isnan().all()
+    assert whole[:, :, 64:].isnan().all()
+
+
 def test_no_rows_is_no_work(device: torch.device) -> None:
     pool = make_pool([[[16]]], 16, torch.float32)
     none = Pool(pool.k_pool, pool.v_pool, pool.slots[:0], pool.page_tokens[:0])
@@ -171,6 +202,7 @@ def bad_arguments() -> list[tuple[str, dict[str, Tensor], str]]:
         ("out in bf16", {"out": torch.zeros(1, 2, 16, dtype=torch.bfloat16)}, "out=.*float32"),
         ("lse strided", {"lse": torch.zeros(1, 4)[:, ::2]}, "lse=.*contiguous"),
         ("page_lse too short", {"page_lse": torch.zeros(1, 2, 1)}, r"page_lse=\[1, 2, 1\]"),
+        ("token_scores too short", {"token_scores": torch.zeros(1, 2, 16)}, r"token_scores=\[1, 2, 16\]"),
         ("head_dim of 24", {"k_pool": torch.zeros(4, 16, 24), "v_pool": torch.zeros(4, 16, 24)}, "head_dim=24"),
         ("heads that share unevenly", {"slots": torch.zeros(1, 3, 2, dtype=torch.int32)}, "page_tokens="),
         ("pages of 8 tokens", {"k_pool": torch.zeros(4, 8, 16)}, r"k_pool=\[4, 8, 16\]"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
 class HostState(NamedTuple):
@@ -58,6 +59,7 @@ def attend_pages(
     kv_head: int,
     pages: Tensor,
     seq_len: int,
+    token_scores: Tensor | None = None,
 ) -> HostState:
     """Attend with the query heads of one group to some pages of one request, where they lie.
 
@@ -66,6 +68,7 @@ def attend_pages(
     block_table   [blocks] int32      of the request
     pages         [pages] int32       0 the request's first, in any order, each once
     seq_len       tokens of the request; those of its last page beyond are not looked at
+    token_scores  [group, pages * 16] f32, out: the scaled score of each token, page after page; anything beyond seq_len
     """
     group = attention.num_q_heads // attention.num_kv_heads
     _check(attention, "query", query, group, block_table)
@@ -77,6 +80,8 @@ def attend_pages(
         attention.layout.pages_per_block
     ):
         raise KernelError(f"pages={int(pages.min())} to {int(pages.max())}: must lie in {len(block_table)} blocks")
+    if token_scores is not None:
+        check_floats("token_scores", token_scores, (group, len(pages) * PAGE_TOKENS))
     state = HostState(
         *(torch.empty(size, dtype=torch.float32) for size in ((group, attention.head_dim), (group,), (group,)))
     )
@@ -92,8 +97,15 @@ def attend_pages(
         state.out.data_ptr(),
         state.lse.data_ptr(),
         state.lightest_lse.data_ptr(),
+        token_scores.data_ptr() if token_scores is not None else 0,
     )
     return state
+
+
+def check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise KernelError unless the tensor has this shape, of contiguous f32 in host memory."""
+    if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        raise KernelError(f"{name}={tuple(tensor.shape)} {tensor.dtype}: must be contiguous {list(shape)} of float32")
 
 
 def _check(attention: NativeAttention, name: str, rows: Tensor, heads: int, block_table: Tensor) -> None:

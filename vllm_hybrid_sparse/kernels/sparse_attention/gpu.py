@@ -11,6 +11,9 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 _TILE_PAGES = 4
 """Pages that a program reads at a time: 64 tokens. Not tuned on a GPU yet."""
 
+_TILE_PAGES_KEEPING = 2
+"""The same where scores are kept: with four pages registers do not suffice at head_dim 128 (sm_90)."""
+
 _MIN_DOT_ROWS = 16
 """Rows that a matrix instruction has at least; a smaller group is padded to it, which costs no bytes."""
 
@@ -29,6 +32,7 @@ def attend_slots(
     page_lse: Tensor,
     *,
     scale: float,
+    token_scores: Tensor | None = None,
 ) -> None:
     """Attend with every decode row to a microbatch of pages in slots, and fold it into the row's state in place.
 
@@ -48,6 +52,8 @@ def attend_slots(
                                                      nothing was seen: then the `out` that comes in is not looked at,
                                                      and what goes out is zeros if still nothing was seen
     page_lse         [rows, q_heads, pages]          f32, out: log-sum-exp of each page, -inf where it has no token
+    token_scores     [rows, q_heads, pages * 16]     f32, out, rows and heads may be strided: each token's scaled
+                                                     score, -inf where there is none; None: not wanted
     """
     head_dim = check_pools(k_pool, v_pool)
     device = k_pool.device
@@ -60,6 +66,9 @@ def attend_slots(
     check_tensor("out", out, torch.float32, (rows, q_heads, head_dim), device)
     check_tensor("lse", lse, torch.float32, (rows, q_heads), device)
     check_tensor("page_lse", page_lse, torch.float32, (rows, q_heads, pages), device)
+    if token_scores is not None:
+        shape = (rows, q_heads, pages * PAGE_TOKENS)
+        check_tensor("token_scores", token_scores, torch.float32, shape, device, strided_dims=2)
     group = group_size(q_heads, kv_heads)
     if rows == 0:
         return
@@ -73,18 +82,22 @@ def attend_slots(
         out,
         lse,
         page_lse,
+        lse if token_scores is None else token_scores,
         query.stride(0),
         slots.stride(0),
         slots.stride(1),
         page_tokens.stride(0),
         page_tokens.stride(1),
+        0 if token_scores is None else token_scores.stride(0),
+        0 if token_scores is None else token_scores.stride(1),
         pages,
         scale,
+        keep_scores=token_scores is not None,
         group=group,
         head_dim=head_dim,
         block_group=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
         block_dim=triton.next_power_of_2(head_dim),
-        tile_pages=_TILE_PAGES,
+        tile_pages=_TILE_PAGES if token_scores is None else _TILE_PAGES_KEEPING,
     )
 
 
@@ -99,13 +112,17 @@ def _attend_kernel(
     out,
     lse,
     page_lse,
+    token_scores,
     query_row_stride,
     slots_row_stride,
     slots_head_stride,
     tokens_row_stride,
     tokens_head_stride,
+    scores_row_stride,
+    scores_head_stride,
     num_pages,
     scale,
+    keep_scores: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
     block_group: tl.constexpr,
@@ -151,6 +168,10 @@ def _attend_kernel(
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(is_token[None, :], scores, float("-inf"))
+        if keep_scores:
+            kept = q_heads[:, None] * scores_head_stride + start * _PAGE_TOKENS + tokens[None, :]
+            of_row = token_scores + row * scores_row_stride
+            tl.store(of_row + kept, scores, mask=is_head[:, None] & listed[None, :])
         paged = tl.reshape(scores, (block_group, tile_pages, _PAGE_TOKENS))
         page_peak = tl.max(paged, axis=2)
         page_base = tl.where(page_peak == float("-inf"), 0.0, page_peak)

@@ -1,0 +1,120 @@
+"""HGCA's decode rows in parts (`csrc/hgca_tasks.cpp`), for a runtime whose device attends the dense window.
+
+`NativeAttention.forward` does all of it in one call where the pages are computed where they lie.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse import _native
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
+
+
+class PackedState(NamedTuple):
+    """Partial attention of decode rows over what is packed of each."""
+
+    out: Tensor  # [rows, q_heads, head_dim] f32, normalised; zeros where nothing is packed
+    lse: Tensor  # [rows, q_heads] f32, natural log; -inf where nothing is packed
+    pages: int  # read, of all rows and KV heads
+
+
+class JudgingRows(NamedTuple):
+    """The latest tokens of one request: those of its last page, or as many of them as a step has appended."""
+
+    slot: int  # where the layer keeps the request's state
+    query: Tensor  # [rows, q_heads, head_dim] of the KV dtype, in host memory
+    seq_len: int  # tokens of the request, these included
+    block_table: Tensor  # [blocks] int32
+
+    @property
+    def whole(self) -> bool:
+        """Whether no row before them judges with them."""
+        return len(self.query) == judging_rows(self.seq_len)
+
+
+def judging_rows(seq_len: int) -> int:
+    """How many of a request's latest tokens judge its host side: those of its last page."""
+    return (seq_len - 1) % _native.PAGE_TOKENS + 1
+
+
+def begin_row(
+    attention: NativeAttention, layer: _native.HgcaLayer, kv_cache: Tensor, block_table: Tensor, slot: int, seq_len: int
+) -> None:
+    """Judge and pack what leaves the window of a row whose new token is stored (Algorithm 1, lines 10 to 14).
+
+    block_table   [blocks] int32   of the request
+    raises        KernelError where the slot's state is not for the tokens before the new one
+    """
+    begun = attention.engine.begin_hgca_row(
+        kv_cache.data_ptr(), attention.block_stride(kv_cache), block_table.data_ptr(), layer, slot, seq_len
+    )
+    if not begun:
+        raise KernelError(f"slot={slot}: its state is not for the first {seq_len - 1} tokens of the request")
+
+
+def attend_packed(
+    attention: NativeAttention, layer: _native.HgcaLayer, slots: Sequence[int], query: Tensor
+) -> PackedState:
+    """Attend with decode rows to the salient entries that are packed of their requests (Algorithm 2, line 12).
+
+    slots   of the rows' requests
+    query   [rows, q_heads, head_dim]   of the KV dtype, contiguous
+    """
+    shape = (len(slots), attention.num_q_heads, attention.head_dim)
+    if query.shape != shape or query.dtype != attention.dtype or not query.is_contiguous():
+        raise KernelError(
+            f"query={tuple(query.shape)} {query.dtype}: must be contiguous {list(shape)} of {attention.dtype}"
+        )
+    out, lse = torch.empty(shape, dtype=torch.float32), torch.empty(shape[:2], dtype=torch.float32)
+    of_rows = torch.tensor(slots, dtype=torch.int32)
+    pages = attention.engine.attend_packed(
+        layer, of_rows.data_ptr(), len(slots), query.data_ptr(), out.data_ptr(), lse.data_ptr()
+    )
+    return PackedState(out, lse, pages)
+
+
+def end_row(
+    attention: NativeAttention, layer: _native.HgcaLayer, slot: int, seq_len: int, scores: Tensor, lse: Tensor
+) -> None:
+    """Bring the moving averages of a row's request up to date (Algorithm 1, line 8).
+
+    scores   [q_heads, tokens] f32   scaled scores of the window's tokens, page after page; the first dimension may be
+                                     strided, and what lies behind the window's pages is not looked at
+    lse      [q_heads] f32           their log-sum-exp, contiguous
+    """
+    heads = attention.num_q_heads
+    for name, tensor in (("scores", scores), ("lse", lse)):
+        if tensor.dtype != torch.float32 or len(tensor) != heads or tensor.stride(-1) != 1:
+            raise KernelError(f"{name}={tuple(tensor.shape)} {tensor.dtype}: must be {heads} rows of float32")
+    attention.engine.end_hgca_row(layer, slot, seq_len, scores.data_ptr(), scores.stride(0), lse.data_ptr())
+
+
+def reevaluate(
+    attention: NativeAttention, layer: _native.HgcaLayer, kv_cache: Tensor, appended: Sequence[JudgingRows]
+) -> None:
+    """Judge the host side of requests anew by rows that were appended (Algorithm 1, lines 19 to 22).
+
+    appended   no two of one request; their keys and values are stored
+    """
+    if not appended:
+        return
+    rows = torch.tensor([0, *(len(of.query) for of in appended)]).cumsum(0)
+    block_table = torch.nn.utils.rnn.pad_sequence([of.block_table for of in appended], batch_first=True)
+    batch = NativeBatch.from_tensors(
+        rows.to(torch.int32),
+        torch.tensor([of.seq_len for of in appended], dtype=torch.int32),
+        block_table,
+        torch.full((int(rows[-1]),), -1, dtype=torch.int64),
+        torch.zeros(len(appended), dtype=torch.bool),
+        torch.tensor([of.slot for of in appended], dtype=torch.int32),
+    )
+    query = torch.cat([of.query for of in appended])
+    if query.shape[1:] != (attention.num_q_heads, attention.head_dim) or query.dtype != attention.dtype:
+        raise KernelError(f"query={tuple(query.shape)} {query.dtype}: must be the layer's rows of {attention.dtype}")
+    attention.engine.reevaluate_rows(
+        kv_cache.data_ptr(), attention.block_stride(kv_cache), query.data_ptr(), query.stride(0), batch.native, layer
+    )

@@ -1,0 +1,104 @@
+"""The decode rows of one layer's step on two tiers: what its phases share, whatever the policy."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.runtime.device_side import DeviceResult, LayerRows
+from vllm_hybrid_sparse.runtime.host_side import HostSide
+from vllm_hybrid_sparse.runtime.readings import Reading
+from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
+from vllm_hybrid_sparse.runtime.tiers import DeviceTier
+from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey, RetainedSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRows:
+    """What is known of the rows, and how they attend to their retained sets."""
+
+    tier: DeviceTier
+    host: HostSide
+    rows: LayerRows
+    queries: Tensor  # [rows, q_heads, head_dim] of the KV dtype, in host memory
+    kv_cache: Tensor
+    batch: TieredBatch
+
+    @classmethod
+    def begin(
+        cls,
+        tier: DeviceTier,
+        host: HostSide,
+        scale: float,
+        query: Tensor,
+        kv_cache: Tensor,
+        batch: TieredBatch,
+        *,
+        score_tokens: int = 0,
+    ) -> "DecodeRows":
+        """Hand the rows' queries to the device.
+
+        query          [tokens, q_heads, head_dim]   of the step, in host memory
+        score_tokens   of each reading, whose scores are kept; 0 keeps none
+        """
+        queries = query[list(batch.rows)]
+        rows = LayerRows(
+            layer=tier.layer_of(kv_cache),
+            source=tier.source(kv_cache),
+            scale=scale,
+            block_tables=[table.numpy() for table in batch.block_tables],
+            states=tier.device.begin(queries, tier.kv_heads, score_tokens),
+        )
+        return cls(tier=tier, host=host, rows=rows, queries=queries, kv_cache=kv_cache, batch=batch)
+
+    def query(self, group: GroupKey) -> Tensor:
+        """The group's query heads, [group, head_dim]."""
+        return self.queries[group.row, self.rows.states.heads(group)]
+
+    def lse(self, group: GroupKey) -> Tensor:
+        """Log-sum-exp of what the device has attended so far, [group]."""
+        return self.rows.states.shown_lse[group.row, self.rows.states.heads(group)]
+
+    def groups(self) -> list[GroupKey]:
+        """Every KV head of every row."""
+        return [GroupKey(row, head) for row in range(len(self.queries)) for head in range(self.tier.kv_heads)]
+
+    def start_retained(self, retained: RetainedSet, microbatch_pages: int) -> Future[DeviceResult]:
+        """Have the device attend to the retained sets."""
+        readings = [
+            Reading(
+                group=group,
+                pages=tuple(retained.retained_pages(self.batch.seq_lens[group.row])),
+                seq_len=self.batch.seq_lens[group.row],
+                microbatch_pages=microbatch_pages,
+            )
+            for group in self.groups()
+        ]
+        at_once = self.tier.groups_at_once
+        waves = [readings[first : first + at_once] for first in range(0, len(readings), at_once)]
+        return self.tier.launcher.submit(self.tier.side.run, self.rows, waves)
+
+    def finish(self, attending: Future[DeviceResult]) -> DeviceResult:
+        """Wait for the device; what could not be loaded is attended where it lies, and the first failure logged."""
+        result = attending.result()
+        for reading, pages, error in result.failed:
+            self.tier.report_failure(error)
+            scores = self._scores_of(reading, pages)
+            table = self.batch.block_tables[reading.group.row]
+            kept = None if scores is None else torch.empty(scores.shape)
+            state = self.host.attend(self.query(reading.group), self.kv_cache, table, reading, pages, kept)
+            if scores is not None and kept is not None:
+                scores.copy_(kept)
+            self.tier.device.merge(self.rows.states, {reading.group: state})
+        return result
+
+    def _scores_of(self, reading: Reading, pages: Sequence[int]) -> Tensor | None:
+        """Where the scores of pages that follow one another in a reading are kept, [group, pages * 16], if at all."""
+        states = self.rows.states
+        if states.shown_scores is None:
+            return None
+        first = reading.pages.index(pages[0]) * PAGE_TOKENS
+        of_group = states.shown_scores[reading.group.row, states.heads(reading.group)]
+        return of_group[:, first : first + len(pages) * PAGE_TOKENS]
