@@ -51,6 +51,27 @@ def test_a_group_attends_to_the_pages_that_are_named(isa: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("threads", [1, 3])
+def test_scores_of_tokens_are_kept_where_they_are_wanted(isa: str, threads: int) -> None:
+    """Of pages in any order, the last one partly filled; what is attended is the same."""
+    shape = Shape(num_q_heads=6, isa=isa, num_threads=threads)
+    layer, request, table, query = served(shape, 1003)
+    pages = torch.tensor([62, 5, *range(8, 50)], dtype=torch.int32)
+    scores = torch.empty(3, len(pages) * 16)
+    plain, kept = (
+        attend_pages(layer.attention, query[3:], layer.kv_cache, table, 1, pages, 1003, wanted)
+        for wanted in (None, scores)
+    )
+    assert_close(kept.out, plain.out)
+    assert_close(kept.lse, plain.lse)
+    by_page = scores.unflatten(1, (len(pages), 16))
+    for place, page in enumerate(pages.tolist()):
+        key = request.key[16 * page : 16 * page + 16, 1]
+        assert_close(by_page[:, place, : len(key)], shape.scale * query[3:] @ key.T)
+    with pytest.raises(KernelError, match=r"token_scores=\(3, 16\) torch.float32: must be contiguous \[3, 704\]"):
+        attend_pages(layer.attention, query[3:], layer.kv_cache, table, 1, pages, 1003, torch.empty(3, 16))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("summary", ["minmax", "cuboid_mean", "key_codes"])
 def test_scores_are_those_of_the_references(isa: str, summary: str, threads: int) -> None:
     shape = Shape(num_q_heads=6, summary=summary, isa=isa, num_threads=threads)
