@@ -24,6 +24,7 @@ from benchmarks.accuracy.rows import read_rows, row_key
 from benchmarks.accuracy.selections import FULL
 from benchmarks.accuracy.summaries import PERPLEXITY, summarise
 
+_OF_FULL = "perplexity of full attention's"
 _CYCLE = 10  # colours of matplotlib's own cycle
 _EXCESS_TICKS = (-20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100)  # %
 
@@ -34,6 +35,8 @@ Curve = list[tuple[str, float, float, str]]
 
 def load(paths: Sequence[Path]) -> list[Summary]:
     """Summaries of all files; rows of single prompts or windows (`.jsonl`) are summed up, all files' together.
+
+    Of perplexity's results (`.json`) that have the same selection at one length, the last one named counts.
 
     raises   ValueError where two files have a row of the same prompt and selection: it would count twice
     """
@@ -54,12 +57,23 @@ def load(paths: Sequence[Path]) -> list[Summary]:
             tokens = int(content["size"].split("-")[0])
             known = {"measure": PERPLEXITY, "tokens": tokens, "runs_on": "shipped"}
             rows = [known | {"selection": name} | row for name, row in rows.items()]
+            if FULL in content["rows"]:  # of the same run, which later versions of the kernels may round otherwise
+                rows = [row | {_OF_FULL: row[PERPLEXITY] / content["rows"][FULL][PERPLEXITY]} for row in rows]
+            made = {(row["selection"], row["tokens"]) for row in rows}
+            summaries = [
+                row
+                for row in summaries
+                if row["measure"] != PERPLEXITY or (row["selection"], row["tokens"]) not in made
+            ]
         summaries += rows
     return summaries + summarise(singles)
 
 
 def curve(summaries: Sequence[Summary], column: str) -> Curve:
-    """Points of one measure and length; perplexity as a ratio to full attention's, which must be among them."""
+    """Points of one measure and length; perplexity as a ratio to full attention's, which must be among them.
+
+    Full attention's of the same file counts where it has one, else that of the last file with one.
+    """
     points = []
     scale = 1.0
     if column == PERPLEXITY:
@@ -69,7 +83,8 @@ def curve(summaries: Sequence[Summary], column: str) -> Curve:
         scale = 1 / full[0]
     for row in summaries:
         if column in row:
-            points.append((row["selection"], row["bytes_read"], scale * row[column], row["runs_on"]))
+            value = row[_OF_FULL] if column == PERPLEXITY and _OF_FULL in row else scale * row[column]
+            points.append((row["selection"], row["bytes_read"], value, row["runs_on"]))
     return points
 
 
