@@ -22,6 +22,7 @@ from vllm_hybrid_sparse.values import (
 
 PAGE_POLICIES = ("dense", "topk", "progressive")
 POLICIES = (*PAGE_POLICIES, "hgca", "fluxion")
+DEVICE_POLICIES = (*PAGE_POLICIES, "hgca")
 SUMMARIES = tuple(name for name in SUMMARY_VECTORS if name not in ("none", "split_codes"))  # what a user may ask for
 BLOCK_GRANULARITIES = (0, 16, 32, 64, 128)
 REMAINDERS = ("auto", "estimated", "lightest_page")
@@ -326,8 +327,9 @@ class HybridSparseConfig:
         """Refuse a device that could not serve one group, or serves another policy."""
         if self.device == "none":
             return
-        if self.policy == "fluxion":
-            raise refusal("device", self.device, "does not serve policy fluxion, which is computed where the pages lie")
+        if self.policy not in DEVICE_POLICIES:
+            rule = f"does not serve policy {self.policy}, which is computed where the pages lie"
+            raise refusal("device", self.device, rule)
         least = self.selection.pages_in_flight
         if self.device_pool_pages is not None and self.device_pool_pages < least:
             rule = f"must be at least {least}: the microbatch that a group attends to, and the one that is loaded"

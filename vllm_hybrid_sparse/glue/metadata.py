@@ -71,16 +71,18 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
 
     def _device_batch(self, meta: CommonAttentionMetadata, blocks: BlockMirror) -> DeviceBatch | None:
         """The step from what vLLM keeps in host memory, and the mirrored block tables; None in a made-up step."""
-        names, tables = blocks.names(meta.req_idx), blocks.tables(meta.req_idx)
-        if names is None or tables is None:
+        tables = blocks.tables(meta.req_idx)
+        if tables is None:
             return None
-        requests = len(names)  # `num_reqs` counts padding too
+        requests = len(tables)  # `num_reqs` counts padding too
         assert meta.seq_lens_cpu_upper_bound is not None  # exact, since nothing is speculated
         assert meta.is_prefilling is not None
         starts, lengths = meta.query_start_loc_cpu[: requests + 1], meta.seq_lens_cpu_upper_bound[:requests]
         decoding = ~torch.as_tensor(meta.is_prefilling)[:requests]
         slots = None
         if self._requests is not None:
+            names = blocks.names(meta.req_idx)
+            assert names is not None  # as there are tables
             slots = self._requests.of(names)
             decoding &= self._requests.advance(slots, lengths, starts.diff())
         return DeviceBatch.from_tensors(starts, lengths, decoding, tables, self._block_tokens, slots)

@@ -119,7 +119,8 @@ class CudaWave:
         thresholds = {reading.threshold for reading in readings}
         assert len(thresholds) == 1, "the readings of a wave have one threshold"
         (self._threshold,) = thresholds
-        looks = 1 + (max(reading.microbatches for reading in readings) if self._threshold is not None else 0)
+        self._microbatches = max(reading.microbatches for reading in readings)
+        looks = 1 + (self._microbatches if self._threshold is not None else 0)
         groups = [reading.group for reading in readings]
         self._flags = WaveFlags.of(groups, *states.kept.shape, looks=looks, device=queue.device)
         self._mass = host_empty(tuple(states.lse.shape), torch.float32, queue.device)  # P_acc at the last look
@@ -179,15 +180,16 @@ class CudaWave:
             if places.shape[-1]:  # else nothing was loaded
                 self._attend_slots(slots, page_tokens, page_lse, index)
             self._look(page_lse, index)
-            self._show()
+            self._show(last=index + 1 == self._microbatches)
             return _Launched(begun, queue.mark())
 
-    def _show(self) -> None:
-        """Copy to the host what it is to see of the states."""
+    def _show(self, *, last: bool) -> None:
+        """Copy to the host what it is to see of the states; the scores with the last microbatch, all at once."""
         states = self._states
-        if states.shown_lse is not states.lse:
-            states.shown_lse.copy_(states.lse, non_blocking=True)
-        if states.token_scores is not None and states.shown_scores is not None:
+        if states.shown_lse is states.lse:  # the states lie in host memory
+            return
+        states.shown_lse.copy_(states.lse, non_blocking=True)
+        if last and states.token_scores is not None and states.shown_scores is not None:
             states.shown_scores.copy_(states.token_scores, non_blocking=True)
 
     def _attend_slots(self, slots: Tensor, page_tokens: Tensor, page_lse: Tensor, index: int) -> None:

@@ -67,10 +67,11 @@ class DecodeRows:
 
     def start_retained(self, retained: RetainedSet, microbatch_pages: int) -> Future[DeviceResult]:
         """Have the device attend to the retained sets."""
+        pages = [tuple(retained.retained_pages(seq_len)) for seq_len in self.batch.seq_lens]
         readings = [
             Reading(
                 group=group,
-                pages=tuple(retained.retained_pages(self.batch.seq_lens[group.row])),
+                pages=pages[group.row],
                 seq_len=self.batch.seq_lens[group.row],
                 microbatch_pages=microbatch_pages,
             )

@@ -29,7 +29,7 @@ class RowStates:
     kept: Tensor  # [rows, kv_heads] f32 in host memory, P_acc when the group was last looked at; 1 where it never was
     # Where the policy keeps them, [rows, q_heads, tokens] f32: scaled scores of each reading's tokens, page after page.
     token_scores: Tensor | None = None  # where the device attends
-    shown_scores: Tensor | None = None  # in host memory: `token_scores` when the last future that is done was
+    shown_scores: Tensor | None = None  # in host memory: `token_scores`, once all futures of a wave are done
 
     @classmethod
     def empty(cls, query: Tensor, kv_heads: int, score_tokens: int = 0) -> "RowStates":

@@ -48,10 +48,9 @@ class SalientRows:
         """
         started = time.perf_counter()
         lengths = batch.seq_lens
-        window_pages = max(len(self._retained.retained_pages(seq_len)) for seq_len in lengths)
-        step = DecodeRows.begin(
-            self._tier, self._host, self._scale, query, kv_cache, batch, score_tokens=window_pages * PAGE_TOKENS
-        )
+        window_pages = [len(self._retained.retained_pages(seq_len)) for seq_len in lengths]
+        score_tokens = max(window_pages) * PAGE_TOKENS
+        step = DecodeRows.begin(self._tier, self._host, self._scale, query, kv_cache, batch, score_tokens=score_tokens)
         attending = step.start_retained(self._retained, self._microbatch_pages)
         host_started = time.perf_counter()
         try:
@@ -76,14 +75,13 @@ class SalientRows:
             host_busy_s=host_busy_s,
             step_s=time.perf_counter() - started,
         )
-        self._tier.count(retained.stats + on_host, self._read(lengths, packed.pages))
+        self._tier.count(retained.stats + on_host, self._read(lengths, sum(window_pages), packed.pages))
 
-    def _read(self, lengths: Sequence[int], packed_pages: int) -> DecodeStats:
-        """How much of the cache the rows read."""
+    def _read(self, lengths: Sequence[int], window_pages: int, packed_pages: int) -> DecodeStats:
+        """How much of the cache the rows read; `window_pages` of one KV head, `packed_pages` of all."""
         kv_heads, page_bytes = self._tier.kv_heads, self._attention.layout.page_bytes
         pages = kv_heads * sum(-(-seq_len // PAGE_TOKENS) for seq_len in lengths)
-        window = kv_heads * sum(len(self._retained.retained_pages(seq_len)) for seq_len in lengths)
-        read = window + packed_pages
+        read = kv_heads * window_pages + packed_pages
         return DecodeStats(
             selections=kv_heads * len(lengths),
             pages_total=pages,
