@@ -55,6 +55,8 @@ CASES = {
     ),
     # HGCA with the window on the device and all else salient, so on the host.
     "salient": Case(settings={**EXACT, "policy": "hgca", "hgca_beta": ALL_SALIENT}, env={}),
+    # Fluxion with a predictor that asks for everything: chosen on the host, read from one queue.
+    "predicted": Case(settings={**EXACT, "policy": "fluxion", "dense_tokens": 0, "host_share": "queue"}, env={}),
     "runner_v1": Case(settings=EXACT, env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
 }
 
@@ -181,7 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.side:
         ours = options.side == "ours"
         backend = "hybrid_sparse" if ours else options.baseline
-        settings = {**case.settings, "device": options.device} if ours else None
+        settings = None
+        if ours:
+            from benchmarks.accuracy.fixed_budget import with_fixed_predictor  # noqa: PLC0415  (imports torch)
+
+            given = {**case.settings, "device": options.device}
+            settings = with_fixed_predictor(given, 1.0, options.model, options.answers.with_suffix(".safetensors"))
         answers = answer(options.model, backend, options.dtype, settings, eager=case.eager)
         options.answers.write_text(json.dumps(answers), encoding="utf-8")
         return 0

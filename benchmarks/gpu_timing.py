@@ -49,8 +49,11 @@ SIDES: dict[str, dict[str, Any] | None] = {
     "queue": {"policy": "topk", "topk_ratio": 0.05, "host_share": "queue"},  # Fluxion's queue for both
     # HGCA: the window on the device, what is salient on the host. Random keys make few tokens stand out.
     "hgca": {"policy": "hgca", "window_tokens": 2048},
+    # Fluxion with one budget for every head: which heads need how much cannot be learnt from random weights.
+    "fluxion": {"policy": "fluxion", "host_share": "queue"},
     "threshold": {"policy": "progressive", "threshold": 0.95},
 }
+FLUXION_BUDGET = 0.05  # of the candidates, as the other sides read
 DEFAULT_SIDES = (BASELINE, FIXED, "topk", "queue")
 DEFAULT_CASES = "8Kx1,8Kx32,32Kx4,128Kx1,128Kx4"
 BF16_BYTES = 2
@@ -98,6 +101,9 @@ def side_arguments(side: str, options: argparse.Namespace) -> Json:
         settings["device_pool_pages"] = pool_pages(read_shape(options.folder), options.device_gib)
     else:
         settings = {name: value for name, value in settings.items() if name not in ("device_pool", "host_share")}
+    from benchmarks.accuracy.fixed_budget import with_fixed_predictor  # noqa: PLC0415  (seconds to import)
+
+    settings = with_fixed_predictor(settings, FLUXION_BUDGET, options.folder, options.rows.with_suffix(".safetensors"))
     return {"attention_backend": "hybrid_sparse", "additional_config": {"hybrid_sparse": settings}}
 
 

@@ -144,7 +144,8 @@ NB_MODULE(_native, m) {
            "estimated_remainder"_a, "attributed"_a, "sink_tokens"_a, "window_tokens"_a)
       .def_ro("ranked", &Selection::ranked)
       .def_ro("estimated_remainder", &Selection::estimated_remainder)
-      .def("budget", &Selection::budget, "candidates"_a);
+      .def("budget", &Selection::budget, "candidates"_a)
+      .def("candidates", [](const Selection& self, int seq_len) { return self.candidates(seq_len).count(); }, "seq_len"_a);
 
   nb::class_<Stats>(m, "Stats")
       .def_ro("calls", &Stats::calls)
@@ -213,9 +214,21 @@ NB_MODULE(_native, m) {
                              batch, layer);
       }, "kv"_a, "block_stride"_a, "query"_a, "query_stride"_a, "batch"_a, "layer"_a,
            nb::call_guard<nb::gil_scoped_release>())
+      .def("choose_fluxion_pages", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride,
+                                      const Batch& batch, const Selection& selection, FluxionLayer& layer, uintptr_t sink_out,
+                                      uintptr_t sink_lse, uintptr_t local_out, uintptr_t local_lse) {
+        self.choose_fluxion_pages(
+            {at<char>(kv), block_stride, at<char>(query), query_stride, nullptr, 0, nullptr, 0, nullptr, 0}, batch, selection,
+            layer, {at<float>(sink_out), at<float>(sink_lse), at<float>(local_out), at<float>(local_lse)});
+      }, "kv"_a, "block_stride"_a, "query"_a, "query_stride"_a, "batch"_a, "selection"_a, "layer"_a, "sink_out"_a, "sink_lse"_a,
+           "local_out"_a, "local_lse"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("keep_fluxion_query", [](Engine& self, FluxionLayer& layer, int slot, uintptr_t query, int tokens) {
+        self.keep_fluxion_query(layer, slot, at<char>(query), tokens);
+      }, "layer"_a, "slot"_a, "query"_a, "tokens"_a)
       .def("stats", &Engine::stats, nb::rv_policy::copy)
       .def("reset_stats", &Engine::reset_stats)
       .def("last_plan", &Engine::last_plan, "request"_a, "kv_head"_a)
       .def("last_features", &Engine::last_features, "request"_a, "kv_head"_a)
-      .def("last_budgets", &Engine::last_budgets, "request"_a, "kv_head"_a);
+      .def("last_budgets", &Engine::last_budgets, "request"_a, "kv_head"_a)
+      .def("last_unread", &Engine::last_unread, "request"_a, "kv_head"_a);
 }

@@ -349,16 +349,21 @@ void Engine::count_stats() {
   }
 }
 
+const Engine::Item* Engine::find_item(int request, int head) const {
+  const auto end = items_.begin() + item_count_;  // ordered by request, then by head
+  const auto found = std::lower_bound(items_.begin(), end, std::pair(request, head), [](const Item& item, const auto& wanted) {
+    return std::pair(item.request, item.head) < wanted;
+  });
+  return found != end && found->request == request && found->head == head ? &*found : nullptr;
+}
+
 std::vector<int32_t> Engine::last_plan(int request, int kv_head) const {
-  for (int i = 0; i < item_count_; ++i) {
-    const Item& item = items_[i];
-    if (item.request != request || item.head != kv_head) continue;
-    if (item.ranked) return item.order;
-    std::vector<int32_t> all(item.candidate_end - item.candidate_begin);
-    std::iota(all.begin(), all.end(), item.candidate_begin);
-    return all;
-  }
-  return {};
+  const Item* item = find_item(request, kv_head);
+  if (!item) return {};
+  if (item->ranked) return item->order;
+  std::vector<int32_t> all(item->candidate_end - item->candidate_begin);
+  std::iota(all.begin(), all.end(), item->candidate_begin);
+  return all;
 }
 
 }  // namespace hybrid_sparse

@@ -89,6 +89,15 @@ struct RequestPages {
   const int32_t* block_table;
 };
 
+// Partial attention of decode rows to the segments of their retained sets, normalised: out [rows][q_heads][head_dim], lse
+// [rows][q_heads], zeros and -inf where nothing was seen.
+struct SegmentStates {
+  const float* sink_out;
+  const float* sink_lse;
+  const float* local_out;
+  const float* local_lse;
+};
+
 // Sums over calls, decode rows only.
 struct Stats {
   int64_t calls = 0;
@@ -135,6 +144,13 @@ class Engine {
   // Brings the moving averages up to date: scores [q_heads][stride] of the window's tokens, page after page, and their
   // log-sum-exp [q_heads].
   void end_hgca_row(HgcaLayer& layer, int slot, int seq_len, const float* scores, int64_t stride, const float* lse);
+  // Fluxion's decode rows where a device attends (fluxion_tasks.cpp). Everything of forward() but the attention: the batch has
+  // decode rows alone, whose keys and values are stored and whose retained sets are attended. What they read beside them:
+  // last_plan(), last_budgets(), last_unread(). The rows are counted.
+  void choose_fluxion_pages(const LayerCall& call, const Batch& batch, const Selection& selection, FluxionLayer& layer,
+                            const SegmentStates& segments);
+  // What forward() does for a row that attends to everything: query [q_heads][head_dim] of the last of so many tokens.
+  void keep_fluxion_query(FluxionLayer& layer, int slot, const char* query, int tokens);
   // Judges the host side of requests anew; the batch has their latest rows, of which nothing but the queries is looked at.
   void reevaluate_rows(const LayerCall& call, const Batch& batch, HgcaLayer& layer);
 
@@ -147,6 +163,8 @@ class Engine {
   // Fluxion's, of the same: [group][feature::count]; granularity and then [group] blocks. Empty for a row that read everything.
   std::vector<float> last_features(int request, int kv_head) const;
   std::vector<int32_t> last_budgets(int request, int kv_head) const;
+  // Likewise what the codes of the blocks left out are estimated to weigh, [group] logarithms; empty where nothing is estimated.
+  std::vector<float> last_unread(int request, int kv_head) const;
 
  private:
   struct RowBlock {  // exact rows: query tokens of one request against one KV head
@@ -251,6 +269,7 @@ class Engine {
   void attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection);
   void collect_items(const Batch& batch, const Selection& selection);
   void set_ranked(Item& item) const;
+  const Item* find_item(int request, int head) const;  // of the last call; null: it has none
   void prepare_summary_queries(const LayerCall& call);
   void score_and_attend_retained(const LayerCall& call, const Batch& batch);
   void rank(const Selection& selection);
@@ -307,7 +326,7 @@ class Engine {
                     float* scores, int64_t stride);
   void attend_fluxion(const LayerCall& call, const Batch& batch, const Selection& selection, FluxionLayer& layer);
   void choose_anchors(const LayerCall& call, const Batch& batch, const Selection& selection, FluxionLayer& layer);
-  void keep_query(const LayerCall& call, int token, FluxionRequest& state) const;
+  void keep_query(const char* row, FluxionRequest& state) const;
   void keep_last_queries(const LayerCall& call, const Batch& batch, FluxionLayer& layer);
   void observe_anchors(const LayerCall& call, const Batch& batch, const FluxionLayer& layer);
   const void* const* anchor_queries(const Anchor& anchor, int head) const;
@@ -315,7 +334,9 @@ class Engine {
   void observe_host(const LayerCall& call, const Batch& batch, int index);
   void observe_budgets(const LayerCall& call, const Batch& batch, int index);
   void attend_segments(const LayerCall& call, const Batch& batch);
+  void take_segments(const LayerCall& call, const SegmentStates& segments);
   void describe_heads(const LayerCall& call, Item& item, int index);
+  void share_largest_norms();
   float output_norm(const float* of_state, int row) const;
   void predict_budgets(const FluxionLayer& layer);
   int64_t block_operand_bytes() const;

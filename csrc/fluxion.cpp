@@ -48,7 +48,7 @@ void Engine::choose_anchors(const LayerCall& call, const Batch& batch, const Sel
     if (follows && !state.observed && selection.candidates(before).count() > 0) {
       anchors_.push_back({r, before, selection.candidates(before), &state});
     } else if (!follows || !state.observed || first.seq_len - state.anchor_tokens > kAnchorRows) {
-      keep_query(call, first.token, state);
+      keep_query(query_row(call, first.token, 0), state);
       anchors_.push_back({r, first.seq_len, selection.candidates(first.seq_len), &state});
     }
     for (int head = 0; head < geometry_.kv_heads; ++head) {
@@ -69,10 +69,9 @@ void Engine::choose_anchors(const LayerCall& call, const Batch& batch, const Sel
   predicted_rows_ = rows;
 }
 
-// The row's queries become the anchor that is to be observed.
-void Engine::keep_query(const LayerCall& call, int token, FluxionRequest& state) const {
+// The row's queries, one after the other, become the anchor that is to be observed.
+void Engine::keep_query(const char* row, FluxionRequest& state) const {
   const int64_t bytes = int64_t{geometry_.q_heads} * geometry_.layout.head_dim * element_bytes(geometry_.layout.dtype);
-  const char* row = query_row(call, token, 0);
   state.query.assign(row, row + bytes);
   state.observed = false;
 }
@@ -82,11 +81,12 @@ void Engine::keep_last_queries(const LayerCall& call, const Batch& batch, Fluxio
   int i = 0;
   for (int r = 0; r < batch.requests; ++r) {
     const int end = batch.query_start[r + 1];
-    if (end == batch.query_start[r] || batch.slots[r] < 0) continue;
+    const bool attended = end > batch.query_start[r] && batch.seq_lens[r] > 0;  // else its token was stored, no more
+    if (!attended || batch.slots[r] < 0) continue;
     while (i < item_count_ && items_[i].request < r) i += geometry_.kv_heads;
     const bool sparse = i < item_count_ && items_[i].request == r && items_[i].anchor;
     FluxionRequest& state = layer.request(batch.slots[r]);
-    if (!sparse) keep_query(call, end - 1, state);
+    if (!sparse) keep_query(query_row(call, end - 1, 0), state);
     state.tokens = batch.seq_lens[r];
   }
 }
@@ -104,6 +104,11 @@ void Engine::attend_segments(const LayerCall& call, const Batch& batch) {
   }
   if (spans_.empty()) return;
   run_spans(call, batch, [&](int index) { describe_heads(call, items_[index], index); });
+  share_largest_norms();
+}
+
+// Each head's own norm, as describe_heads leaves it, becomes that of the row's largest.
+void Engine::share_largest_norms() {
   for (int i = 0; i < item_count_; i += geometry_.kv_heads) {
     if (!items_[i].anchor) continue;
     float* features = head_features_.data() + int64_t{items_[i].first_row} * feature::count;
@@ -183,25 +188,19 @@ void Engine::predict_budgets(const FluxionLayer& layer) {
 }
 
 std::vector<float> Engine::last_features(int request, int kv_head) const {
-  for (int i = 0; i < item_count_; ++i) {
-    const Item& item = items_[i];
-    if (item.request != request || item.head != kv_head || !item.anchor) continue;
-    const float* rows = head_features_.data() + int64_t{item.first_row} * feature::count;
-    return {rows, rows + geometry_.group() * feature::count};
-  }
-  return {};
+  const Item* item = find_item(request, kv_head);
+  if (!item || !item->anchor) return {};
+  const float* rows = head_features_.data() + int64_t{item->first_row} * feature::count;
+  return {rows, rows + geometry_.group() * feature::count};
 }
 
 std::vector<int32_t> Engine::last_budgets(int request, int kv_head) const {
-  for (int i = 0; i < item_count_; ++i) {
-    const Item& item = items_[i];
-    if (item.request != request || item.head != kv_head || !item.anchor) continue;
-    std::vector<int32_t> result{item.granularity};
-    const auto first = head_blocks_.begin() + item.first_row;
-    result.insert(result.end(), first, first + geometry_.group());
-    return result;
-  }
-  return {};
+  const Item* item = find_item(request, kv_head);
+  if (!item || !item->anchor) return {};
+  std::vector<int32_t> result{item->granularity};
+  const auto first = head_blocks_.begin() + item->first_row;
+  result.insert(result.end(), first, first + geometry_.group());
+  return result;
 }
 
 }  // namespace hybrid_sparse

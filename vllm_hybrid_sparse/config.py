@@ -22,7 +22,6 @@ from vllm_hybrid_sparse.values import (
 
 PAGE_POLICIES = ("dense", "topk", "progressive")
 POLICIES = (*PAGE_POLICIES, "hgca", "fluxion")
-DEVICE_POLICIES = (*PAGE_POLICIES, "hgca")
 SUMMARIES = tuple(name for name in SUMMARY_VECTORS if name not in ("none", "split_codes"))  # what a user may ask for
 BLOCK_GRANULARITIES = (0, 16, 32, 64, 128)
 REMAINDERS = ("auto", "estimated", "lightest_page")
@@ -276,7 +275,7 @@ class HybridSparseConfig:
         HOST_SHARES,
         "which groups of query heads the host computes beside the device: none, every second one, the longest rows, or "
         "what it takes from one queue for both (Fluxion); under hgca the device has the window, the host the rest",
-        policies=PAGE_POLICIES,
+        policies=(*PAGE_POLICIES, "fluxion"),
         devices=TIERED_DEVICES,
     )
     admission: str | None = choice_field(
@@ -324,12 +323,9 @@ class HybridSparseConfig:
         return None if (self.device, name) == ("cuda", "device_pool_pages") else setting.default
 
     def _check_device(self) -> None:
-        """Refuse a device that could not serve one group, or serves another policy."""
+        """Refuse a device that could not serve one group."""
         if self.device == "none":
             return
-        if self.policy not in DEVICE_POLICIES:
-            rule = f"does not serve policy {self.policy}, which is computed where the pages lie"
-            raise refusal("device", self.device, rule)
         least = self.selection.pages_in_flight
         if self.device_pool_pages is not None and self.device_pool_pages < least:
             rule = f"must be at least {least}: the microbatch that a group attends to, and the one that is loaded"

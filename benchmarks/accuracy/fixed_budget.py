@@ -4,10 +4,15 @@ It is policy `fluxion` with a predictor that says so of every head, so blocks ar
 by the shipped kernels.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoConfig
 
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.hf.shape import model_shape
 from vllm_hybrid_sparse.predictor.model import ModelShape, Predictor, PredictorOrigin
 from vllm_hybrid_sparse.values import PageRanking, RetainedSet
 
@@ -31,3 +36,16 @@ def write_fixed_predictor(
         shape=shape, model="", tau=0.1, retained=retained, ranking=ranking, command="none", validation={}
     )
     predictor.save(path, origin)
+
+
+def with_fixed_predictor(settings: Mapping[str, Any], budget: float, model: Path, path: Path) -> dict[str, Any]:
+    """The settings of a server, with a predictor of this budget, written to `path`, where their policy needs one.
+
+    model   folder of the model, of which its configuration is read
+    """
+    config = HybridSparseConfig.from_mapping(settings)
+    if config.prediction is None:
+        return dict(settings)
+    shape = model_shape(AutoConfig.from_pretrained(model).get_text_config())
+    write_fixed_predictor(path, budget, shape, config.retained, config.prediction.ranking)
+    return {**settings, "predictor": str(path)}

@@ -6,11 +6,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from benchmarks.accuracy.fixed_budget import write_fixed_predictor
+from benchmarks.accuracy.fixed_budget import with_fixed_predictor, write_fixed_predictor
 from benchmarks.accuracy.selections import FIXED_BUDGETS, SELECTIONS, open_decoding
 from tests.benchmarks.tiny import tiny_model
+from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.hf import DecodeStep
+from vllm_hybrid_sparse.hf.shape import model_shape
 from vllm_hybrid_sparse.kernels.fluxion.reference import best_blocks, block_scores
+from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.values import PageRanking, RetainedSet
 
@@ -53,3 +56,17 @@ def test_a_budget_that_is_no_share_is_refused(budget: float, tmp_path: Path) -> 
     shape = ModelShape(layers=1, query_heads=1, kv_heads=1, head_dim=16)
     with pytest.raises(ValueError, match=f"budget={budget}: must be above 0 and at most 1"):
         write_fixed_predictor(tmp_path / "p", budget, shape, RetainedSet(), PageRanking())
+
+
+def test_settings_of_fluxion_get_a_predictor_of_the_model_in_a_folder(tmp_path: Path) -> None:
+    tiny_model().config.save_pretrained(tmp_path)
+    settings = with_fixed_predictor({"policy": "fluxion"}, 0.25, tmp_path, tmp_path / "fixed.safetensors")
+    config = HybridSparseConfig.from_mapping(settings)
+    assert config.prediction is not None
+    predictor, origin = choose_predictor(config.prediction, model_shape(tiny_model().config), config.retained)
+    properties = predictor.predict(torch.randn(5, predictor.feature_mean.numel()))
+    assert (properties.base_budget == 0.25).all()
+    assert (properties.growth == 0).all()
+    assert (properties.streaming < 0.5).all()
+    assert origin.ranking == PageRanking()
+    assert with_fixed_predictor({"policy": "topk"}, 0.25, tmp_path, tmp_path / "other") == {"policy": "topk"}

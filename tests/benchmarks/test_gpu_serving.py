@@ -36,7 +36,9 @@ def test_what_follows_a_tie_is_not_compared() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_is_exact_and_legal(case: str) -> None:
     settings = HybridSparseConfig.from_mapping({**CASES[case].settings, "device": "cuda"})
-    assert settings.policy == "dense" or (settings.threshold or 0) >= NEARLY_ALL or settings.hgca_beta == ALL_SALIENT
+    assert settings.policy in ("dense", "fluxion") or (
+        (settings.threshold or 0) >= NEARLY_ALL or settings.hgca_beta == ALL_SALIENT
+    )
 
 
 def test_prompts_share_beginnings_and_are_the_same_every_time() -> None:

@@ -89,7 +89,7 @@ def test_a_case_has_its_name() -> None:
 @pytest.mark.parametrize("device", ["cuda", "emulated", "none"])
 def test_every_side_is_legal_and_has_the_pool_that_was_asked_for(side: str, device: str, tmp_path: Path) -> None:
     options = parse_arguments(["--device", device, "--device-gib", "0.5"])
-    options.folder = tmp_path
+    options.folder, options.rows = tmp_path, tmp_path / "rows.jsonl"
     write_config(tmp_path, layers=3, hidden=512)
     assert read_shape(tmp_path) == KVShape(layers=3, kv_heads=8, head_dim=128)
     arguments = side_arguments(side, options)
@@ -98,4 +98,5 @@ def test_every_side_is_legal_and_has_the_pool_that_was_asked_for(side: str, devi
         return
     settings = HybridSparseConfig.from_mapping(arguments["additional_config"]["hybrid_sparse"])
     assert settings.device == device
+    assert (settings.predictor is not None) == (side == "fluxion")
     assert settings.device_pool_pages == (None if device == "none" else 2**29 // (2 * 16 * 128 * 2))

@@ -307,18 +307,14 @@ def test_the_slots_of_a_gpu_are_counted_by_its_worker_unless_they_are_given() ->
 
 
 @pytest.mark.parametrize("device", ["emulated", "cuda"])
-def test_fluxion_is_computed_where_the_pages_lie(device: str) -> None:
-    refusal = refusal_of({"policy": "fluxion", "device": device})
-    assert refusal == (
-        f"hybrid_sparse.device={device!r}: does not serve policy fluxion, which is computed where the pages lie"
-    )
-
-
-@pytest.mark.parametrize("device", ["emulated", "cuda"])
 def test_hgca_divides_a_device_s_work_by_itself(device: str) -> None:
+    shared = HybridSparseConfig.from_mapping({"policy": "fluxion", "device": device, "host_share": "queue"})
+    assert shared.host_share == "queue"
     assert HybridSparseConfig.from_mapping({"policy": "hgca", "device": device}).host_share is None
     refusal = refusal_of({"policy": "hgca", "device": device, "host_share": "queue"})
-    assert refusal.startswith("hybrid_sparse.host_share='queue': used by policy dense and topk and progressive only")
+    assert refusal.startswith(
+        "hybrid_sparse.host_share='queue': used by policy dense and topk and progressive and fluxion only"
+    )
 
 
 def test_settings_cannot_be_changed() -> None:

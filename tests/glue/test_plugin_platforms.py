@@ -97,10 +97,10 @@ def test_a_worker_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("no_loggers")
-def test_a_policy_that_cuda_does_not_serve_is_refused_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cuda_does_not_take_is_refused_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = platform_of(monkeypatch, on_cuda=True)
-    config = config_of(member(), additional_config={"hybrid_sparse": {"policy": "fluxion"}})
-    with pytest.raises(ConfigError, match="does not serve policy fluxion"):
+    config = config_of(member(), additional_config={"hybrid_sparse": {"device": "emulated"}})
+    with pytest.raises(ConfigError, match=r"hybrid_sparse\.device='emulated'"):
         platform.check_and_update_config(config)
     assert platform.asked == []
 

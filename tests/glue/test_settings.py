@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm_hybrid_sparse.config import POLICIES
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.settings import settings_of, settings_on
 
@@ -53,7 +54,6 @@ def test_what_other_plugins_are_told_is_theirs() -> None:
     )
 
 
-def test_a_policy_that_cuda_does_not_serve_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not serve policy fluxion"):
-        settings_on({"policy": "fluxion"}, on_cuda=True)
-    assert settings_on({"policy": "hgca"}, on_cuda=True).device == "cuda"
+@pytest.mark.parametrize("policy", POLICIES)
+def test_cuda_serves_every_policy(policy: str) -> None:
+    assert settings_on({"policy": policy}, on_cuda=True).device == "cuda"

@@ -80,7 +80,9 @@ class MirroredFluxion:
         num_blocks: int = 64,
         attributed: float = 0.0,
         dense_tokens: int = 0,
+        layer: ServedLayer | None = None,
     ) -> None:
+        """With `layer` that one, of the same shape, which gets the states."""
         self.retained, self.predictor = retained, predictor
         self.attributed, self.dense_tokens = attributed, dense_tokens
         codes, self.split = shape.summary in ("key_codes", "split_codes"), shape.summary == "split_codes"
@@ -90,7 +92,8 @@ class MirroredFluxion:
         self.granularities = (granularity,) if granularity else GRANULARITIES
         native = native_predictor(predictor)
         states = fluxion_layer(native, layer=LAYER_INDEX, tau=TAU, granularity=granularity, dense_tokens=dense_tokens)
-        self.layer = ServedLayer(shape, num_blocks=num_blocks, fluxion=states)
+        self.layer = layer or ServedLayer(shape, num_blocks=num_blocks)
+        self.layer.fluxion = states
         self.sequences: dict[int, FluxionSequence] = {}
         self.excuses: list[str] = []  # what differs because the reference itself is within rounding of it
         self.anchors_on_a_limit = set[tuple[int, int]]()

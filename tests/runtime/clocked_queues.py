@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_hybrid_sparse.memory import cuda_pool, write_through
-from vllm_hybrid_sparse.runtime import cuda, cuda_layer, judges, prefill, step, tiers
+from vllm_hybrid_sparse.runtime import cuda, cuda_layer, prefill, step, tiers
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 Clock = dict[int, int]  # by queue: how much of its work is behind
@@ -190,7 +190,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
         forward(self, query, key, value, kv_cache, batch, *given, **named)
 
     monkeypatch.setattr(step.TieredLayer, "forward", on_host)
-    settle, reevaluate, sources = cuda_layer.CudaLayers._settle, judges.reevaluate, dict[int, Any]()
+    settle, reevaluate, sources = cuda_layer.CudaLayers._settle, cuda_layer.reevaluate, dict[int, Any]()
 
     def settled(self: Any, kv_cache: Any, stored: Any) -> None:
         sources[kv_cache.data_ptr()] = self._tier.source(kv_cache)
@@ -202,5 +202,5 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
         reevaluate(attention, states, kv_cache, appended)
 
     monkeypatch.setattr(cuda_layer.CudaLayers, "_settle", settled)
-    monkeypatch.setattr(judges, "reevaluate", judging)
+    monkeypatch.setattr(cuda_layer, "reevaluate", judging)
     return machine

@@ -41,7 +41,7 @@ def test_salient_tokens_are_judged_and_packed_once_they_are_stored(monkeypatch: 
     settings = {"policy": "hgca", "hgca_beta": 1.0, "device_pool_pages": 16}
     with model_of(settings, layers=2) as model:
         for layer in model.layers:
-            layer.judges_at_once = False
+            layer.looks_back_at_once = False
         one, other = model.start(), model.start()
         model.step([(one, 150)], decode=False)
         for tokens in (70, 40, 9, 1):

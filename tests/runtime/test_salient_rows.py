@@ -97,7 +97,7 @@ def test_a_slot_that_is_given_again_begins_anew(kind: str) -> None:
             mirror.step((request, 1))
             mirror.release(request)
             if model.layers[0].on_cuda is not None:
-                model.layers[0].on_cuda.judges.release(request.slot)
+                model.layers[0].on_cuda.prompt_rows.release(request.slot)
         assert mirror.layer.hgca is not None
         assert mirror.layer.hgca.packed_bytes == 0
 
@@ -108,7 +108,7 @@ def test_beside_a_gpu_prompts_are_judged_when_their_requests_decode() -> None:
     model, _ = mirrored("cuda")
     with model:
         layer, salience = model.layers[0], model.config.salience
-        layer.judges_at_once = False
+        layer.looks_back_at_once = False
         native = ServedLayer(TINY, num_blocks=60, salience=salience, retained=model.config.retained)
         requests = [(served.start(), served.start()) for served in (layer, native)]
         for one, other in requests:
@@ -121,11 +121,11 @@ def test_beside_a_gpu_prompts_are_judged_when_their_requests_decode() -> None:
         assert native.hgca is not None
         assert layer.on_cuda is not None
         assert layer.hgca.averages(0, 0) == []
-        assert [(rows.slot, len(rows.query), rows.seq_len) for rows in layer.on_cuda.judges.waiting(0)] == [
+        assert [(rows.slot, len(rows.query), rows.seq_len) for rows in layer.on_cuda.prompt_rows.waiting(0)] == [
             *((0, 4, 100), (0, 5, 105), (0, 3, 108)),  # a page's rows, in three chunks
             *((1, 4, 100), (1, 5, 105), (1, 3, 108)),
         ]
-        layer.on_cuda.judges.release(1)
+        layer.on_cuda.prompt_rows.release(1)
         tokens = torch.randn(1, 6 + 2 * 2, TINY.head_dim)
         for served, (one, _) in zip((layer, native), requests, strict=True):
             served.step([(one, 1)], tokens=tokens)
@@ -134,7 +134,7 @@ def test_beside_a_gpu_prompts_are_judged_when_their_requests_decode() -> None:
             kept, wanted = (torch.tensor(of.averages(0, kv_head)) for of in (layer.hgca, native.hgca))
             torch.testing.assert_close(kept, wanted, rtol=WEIGHT_TIE, atol=1e-7)
         assert layer.hgca.averages(1, 0) == []
-        assert layer.on_cuda.judges.waiting(0) == []
+        assert layer.on_cuda.prompt_rows.waiting(0) == []
 
 
 def test_what_cannot_be_loaded_is_attended_where_it_lies(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels.served_layer import Request, ServedLayer, Shape, Step
 from vllm_hybrid_sparse.config import HybridSparseConfig
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
@@ -23,35 +23,43 @@ class _Executor:
     """Stands where a `ServedLayer` calls the native kernel."""
 
     def __init__(self, layer: "TieredServedLayer") -> None:
-        self._layer = layer
+        self._layer, self._native = layer, layer.tiered_attention
+        self.num_kv_heads = layer.shape.num_kv_heads
         self._requests = RequestSlots()
 
     def forward(self, query: Any, key: Any, value: Any, kv_cache: Any, batch: Any, *rest: Any) -> None:
-        output, hgca = rest[2], rest[3]
+        output, *states = rest[2:]
+        hgca, fluxion = states
         query_start, seq_lens, block_table, slot_mapping, mask = batch.tensors[:5]
-        slots = batch.tensors[5] if hgca is not None else None
-        if slots is not None:
+        slots = batch.tensors[5] if hgca is not None or fluxion is not None else None
+        if hgca is not None:
             mask = mask.bool() & self._requests.advance(slots, seq_lens, query_start.diff())
         if self._layer.on_cuda is not None:
             tables = [row[row >= 0].tolist() for row in block_table]
             of_block = self._layer.shape.block_tokens
             on_device = DeviceBatch.from_tensors(query_start, seq_lens, mask.bool(), tables, of_block, slots)
-            self._layer.on_cuda.forward(query, key, value, kv_cache, on_device, output, hgca)
-            self._judge(hgca, kv_cache)
+            self._layer.on_cuda.forward(query, key, value, kv_cache, on_device, output, *states)
+            if self._layer.looks_back_at_once:
+                layer = self._layer.tier.layer_of(kv_cache)
+                waiting = [rows.slot for rows in self._layer.on_cuda.prompt_rows.waiting(layer)]
+                self._layer.on_cuda.look_back(layer, waiting, *states)
             return
         tiered = TieredBatch.from_tensors(query_start, seq_lens, block_table, slot_mapping, mask, slots)
-        self._layer.tiered.forward(query, key, value, kv_cache, tiered, output, hgca)
+        self._layer.tiered.forward(query, key, value, kv_cache, tiered, output, *states)
 
-    def _judge(self, hgca: Any, kv_cache: Any) -> None:
-        """Have the state be that of the step's last tokens, as tests look at it; else the next decode step does so."""
-        layers = self._layer.on_cuda
-        if hgca is not None and layers is not None and self._layer.judges_at_once:
-            layer = self._layer.tier.layer_of(kv_cache)
-            layers.judges.judge(layer, hgca, kv_cache, [rows.slot for rows in layers.judges.waiting(layer)])
+    def _row(self, request: int) -> int:
+        return [index for index, decodes in enumerate(self._layer.last_mask) if decodes].index(request)
 
     def last_plan(self, request: int, kv_head: int) -> list[int]:
-        row = [index for index, decodes in enumerate(self._layer.last_mask) if decodes].index(request)
-        return list(self._layer.tiered.last_pages[GroupKey(row, kv_head)])
+        if self._layer.fluxion is not None:
+            return self._native.last_plan(self._row(request), kv_head)
+        return list(self._layer.tiered.last_pages[GroupKey(self._row(request), kv_head)])
+
+    def last_features(self, request: int, kv_head: int) -> torch.Tensor:
+        return self._native.last_features(self._row(request), kv_head)
+
+    def last_budgets(self, request: int, kv_head: int) -> tuple[int, list[int]]:
+        return self._native.last_budgets(self._row(request), kv_head)
 
 
 class TieredServedLayer(ServedLayer):
@@ -59,8 +67,9 @@ class TieredServedLayer(ServedLayer):
 
     tier: DeviceTier
     tiered: TieredLayer
+    tiered_attention: NativeAttention  # of all layers
     on_cuda: CudaLayers | None = None
-    judges_at_once = True
+    looks_back_at_once = True  # so that states are those of the step's last tokens; else the next decode step does so
     last_mask: list[bool]
 
     def batch(
@@ -80,7 +89,9 @@ class TieredModel:
         self._started = 0
         self.config = HybridSparseConfig.from_mapping({"device": "emulated", **settings})
         device = torch.device("cpu") if self.config.device == "cuda" else None
-        shape = replace(shape or Shape(), summary=self.config.summary or "none")
+        shape = shape or Shape()
+        if shape.summary != "split_codes":
+            shape = replace(shape, summary=self.config.summary or "none")
         self.layers = [
             TieredServedLayer(
                 shape, num_blocks=num_blocks, seed=0, salience=self.config.salience, retained=self.config.retained
@@ -93,7 +104,7 @@ class TieredModel:
         self.tier.pool.value.fill_(torch.nan)
         on_cuda = CudaLayers(self.tier, kernel, [layer.kv_cache for layer in self.layers]) if device else None
         for layer in self.layers:
-            layer.tier, layer.on_cuda = self.tier, on_cuda
+            layer.tier, layer.on_cuda, layer.tiered_attention = self.tier, on_cuda, kernel
             layer.tiered = on_cuda.tiered if on_cuda else TieredLayer(self.tier, kernel, shape.scale)
             layer.attention = _Executor(layer)  # type: ignore[assignment]
 

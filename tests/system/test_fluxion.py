@@ -97,6 +97,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             ("everything", tight, fluxion | {"predictor": everything}),
             ("alone", alone, fluxion | {"predictor": little}),
             ("crowd", crowd, fluxion | {"predictor": little}),
+            # Sink, window and candidates through a pool of fewer slots than a layer's windows have pages.
+            (
+                "device",
+                crowd,
+                fluxion | {"predictor": little, "device": "emulated", "device_pool_pages": 64, "host_share": "queue"},
+            ),
             ("short", alone, fluxion | {"predictor": little, "dense_tokens": 1536}),
             ("shipped", alone, {"policy": "fluxion"}),
             ("other-shape", alone, fluxion | {"predictor": other}),
@@ -120,8 +126,9 @@ def test_a_predictor_that_selects_everything_answers_as_dense_attention(results:
     assert not wrong, "\n".join(wrong)
 
 
-def test_alone_or_in_a_crowd_in_chunks_and_from_the_prefix_cache(results: dict[str, dict[str, Any]]) -> None:
-    wrong = wrong_answers(results["alone"], results["crowd"])
+@pytest.mark.parametrize("name", ["crowd", "device"])
+def test_alone_or_in_a_crowd_in_chunks_and_from_the_prefix_cache(name: str, results: dict[str, dict[str, Any]]) -> None:
+    wrong = wrong_answers(results["alone"], results[name])
     assert not wrong, "\n".join(wrong)
 
 

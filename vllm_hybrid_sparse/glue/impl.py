@@ -121,7 +121,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             assert layers is not None, "the worker opens the device before the first step"
             assert key is not None
             assert value is not None
-            layers.forward(query, key, value, kv_cache, batch, output, self._hgca)
+            layers.forward(query, key, value, kv_cache, batch, output, self._hgca, self._fluxion)
             return output
         if not self._appends:
             key = value = None
@@ -145,7 +145,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
     ) -> None:
         """All of the KV cache's dtype."""
         if isinstance(batch, TieredBatch):
-            self._tiered_layer().forward(query, key, value, kv_cache, batch, output, self._hgca)
+            self._tiered_layer().forward(query, key, value, kv_cache, batch, output, self._hgca, self._fluxion)
         else:
             self.attention.forward(
                 query, key, value, kv_cache, batch, self._selection, None, output, self._hgca, self._fluxion

@@ -36,6 +36,7 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
     _shares = False  # whether a device shares the decode rows
     _blocks: BlockMirror | None = None  # on CUDA: the block tables in host memory
     _requests: RequestSlots | None = None  # where the policy keeps state of requests
+    _needs_state = False  # whether rows of requests whose state is of other tokens attend to everything (HGCA)
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -44,6 +45,7 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
         self._block_tokens = vllm_config.cache_config.block_size
         self._requests = runtime.requests if runtime.keeps_request_state else None
         self._shares = runtime.settings.device != "none"
+        self._needs_state = runtime.settings.salience is not None
 
     def build(
         self,
@@ -65,8 +67,8 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
         slots = self._requests.of_batch(requests) if self._requests is not None else None
         if not self._shares:
             return HybridSparseMetadata(NativeBatch.from_tensors(starts, lengths, *pages, decoding, slots))
-        if self._requests is not None and slots is not None:
-            decoding &= self._requests.advance(slots, lengths, starts.diff())
+        if self._needs_state:
+            decoding &= self._follows(slots, lengths, starts)
         return HybridSparseMetadata(TieredBatch.from_tensors(starts, lengths, *pages, decoding, slots))
 
     def _device_batch(self, meta: CommonAttentionMetadata, blocks: BlockMirror) -> DeviceBatch | None:
@@ -84,8 +86,15 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
             names = blocks.names(meta.req_idx)
             assert names is not None  # as there are tables
             slots = self._requests.of(names)
-            decoding &= self._requests.advance(slots, lengths, starts.diff())
+        if self._needs_state:
+            decoding &= self._follows(slots, lengths, starts)
         return DeviceBatch.from_tensors(starts, lengths, decoding, tables, self._block_tokens, slots)
+
+    def _follows(self, slots: torch.Tensor | None, lengths: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """Of each request, whether its state is for the tokens before the step's; they advance to the step's last."""
+        assert self._requests is not None
+        assert slots is not None
+        return self._requests.advance(slots, lengths, starts.diff())
 
     def use_cascade_attention(self, *_args: Any, **_kwargs: Any) -> bool:
         """Never: a shared prefix is read once per request."""

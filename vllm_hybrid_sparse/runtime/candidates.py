@@ -54,6 +54,7 @@ class Ranker:
             microbatch_pages=self.spec.microbatch_pages,
             threshold=self.spec.threshold if looks else None,
             candidates=end - first,
+            scored=scores.shape[1],
             log_unread=log_unread,
             lightest_rest=not self.spec.estimated_remainder,
         ), share

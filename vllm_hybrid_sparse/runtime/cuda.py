@@ -57,13 +57,36 @@ class CudaDevice:
         for group, state in hosted.items():
             heads = states.heads(group)
             out[group.row, heads], lse[group.row, heads] = state.out, state.lse
-        _, merge_states = choose_merge(device.type, torch.float32)
+        self._fold(states, out, lse)
+        self._queue.mark().wait()
+
+    def join(self, states: RowStates, others: RowStates) -> None:
+        """See `Device`."""
+        self._fold(states, others.out, others.lse)
+
+    def _fold(self, states: RowStates, out: Tensor, lse: Tensor) -> None:
+        """Launch the merge of other partial attention of all rows into the states."""
+        _, merge_states = choose_merge(self._queue.device.type, torch.float32)
         with self._queue.launching():
             merged_out, merged_lse = merge_states(states.out, states.lse, out, lse)
             states.out.copy_(merged_out)
             states.lse.copy_(merged_lse)
             states.shown_lse.copy_(merged_lse, non_blocking=True)
+
+    def brought(self, *parts: RowStates) -> list[PartialAttention]:
+        """See `Device`."""
+        brought, device = [], self._queue.device
+        with self._queue.launching():
+            for states in parts:
+                held = PartialAttention(
+                    host_empty(tuple(states.out.shape), torch.float32, device),
+                    host_empty(tuple(states.lse.shape), torch.float32, device),
+                )
+                held.out.copy_(states.out, non_blocking=True)
+                held.lse.copy_(states.lse, non_blocking=True)
+                brought.append(held)
             self._queue.mark().wait()
+        return brought
 
     def copied(self, states: RowStates) -> PartialAttention:
         """See `Device`."""

@@ -5,19 +5,22 @@ keys and values are copied to pinned memory, and the thread that runs the step w
 those of the microbatches, never for the device as a whole. Prompts are only launched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse import _native
-from vllm_hybrid_sparse.kernels.hgca.native import JudgingRows, judging_rows
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.kernels.fluxion.native import keep_queries
+from vllm_hybrid_sparse.kernels.hgca.native import judging_rows, reevaluate
+from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
 from vllm_hybrid_sparse.memory.queues import Mark, current_queue, host_empty, open_queue, upload
 from vllm_hybrid_sparse.memory.write_through import Stored, WriteThrough
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch, PromptChunk
-from vllm_hybrid_sparse.runtime.judges import Arriving, Judges
 from vllm_hybrid_sparse.runtime.prefill import StreamedPrefill
+from vllm_hybrid_sparse.runtime.prompt_rows import Arriving, PromptRows
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 
@@ -44,7 +47,7 @@ class CudaLayers:
         )
         self.tiered = TieredLayer(tier, attention, attention.scale)
         self._kv_caches = {tier.layer_of(kv_cache): kv_cache for kv_cache in kv_caches}
-        self.judges = Judges(attention)
+        self.prompt_rows = PromptRows(_latest_rows(tier.settings))
         self._stores = {
             layer: WriteThrough(tier.source(kv_cache), self._queue) for layer, kv_cache in self._kv_caches.items()
         }
@@ -58,13 +61,14 @@ class CudaLayers:
         batch: DeviceBatch,
         output: Tensor,
         hgca: _native.HgcaLayer | None = None,
+        fluxion: _native.FluxionLayer | None = None,
     ) -> None:
         """Store the batch's keys and values, summarise the pages they fill, attend, and write `output`.
 
         query, output   [tokens, q_heads, head_dim]    on the device; rows behind the batch's tokens are left alone
         key, value      [tokens, kv_heads, head_dim]   likewise
         kv_cache        the layer's host store
-        hgca            what HGCA keeps of the layer's requests; needs the batch's slots
+        hgca, fluxion   what the policy keeps of the layer's requests; needs the batch's slots
         """
         layer = self._tier.layer_of(kv_cache)
         store = self._stores[layer]
@@ -76,21 +80,42 @@ class CudaLayers:
             self._prefill.attend(query, key, value, self._tier.source(kv_cache), chunk, output)
         if batch.chunks:
             self._give_back()
-        judging = [] if hgca is None else self._start_judging(query, batch.chunks)
+        latest = self._start_latest(query, batch.chunks)
         if stored is None:
             self.tiered.drop_pages(layer, batch.decode.written_pages)
-            self.judges.add(layer, judging)
+            self.prompt_rows.add(layer, latest)
             return
         self._settle(kv_cache, stored)
         arrived.wait()
-        if hgca is not None:
-            self.judges.judge(layer, hgca, kv_cache, batch.decode.slots)
-            self.judges.add(layer, judging)
+        self.look_back(layer, batch.decode.slots, hgca, fluxion)
+        self.prompt_rows.add(layer, latest)
         # The native batch attends to none of its rows, so what stands for its output is left as it is.
         queries, keys, values = rows
         self.tiered.forward(
-            queries, keys, values, kv_cache, batch.decode, queries, hgca, device_output=(output, batch.decode_tokens)
+            queries,
+            keys,
+            values,
+            kv_cache,
+            batch.decode,
+            queries,
+            hgca,
+            fluxion,
+            device_output=(output, batch.decode_tokens),
         )
+
+    def look_back(
+        self,
+        layer: int,
+        slots: Sequence[int],
+        hgca: _native.HgcaLayer | None,
+        fluxion: _native.FluxionLayer | None,
+    ) -> None:
+        """Tell the policy of the prompts that wait in some slots; the host store has their keys and values."""
+        taken = self.prompt_rows.take(layer, slots)
+        if hgca is not None:
+            reevaluate(self._attention, hgca, self._kv_caches[layer], taken)
+        if fluxion is not None:
+            keep_queries(self._attention, fluxion, taken)
 
     @staticmethod
     def working_bytes(attention: NativeAttention, tokens: int) -> int:
@@ -122,16 +147,16 @@ class CudaLayers:
                 rows[-1].copy_(chosen, non_blocking=True)
         return rows, current_queue(self._device).mark()
 
-    def _start_judging(self, query: Tensor, chunks: Sequence[PromptChunk]) -> list[Arriving]:
-        """Copy the queries to host memory by which HGCA will judge the chunks' requests."""
-        lengths = [min(chunk.tokens, judging_rows(chunk.seq_len)) for chunk in chunks]
+    def _start_latest(self, query: Tensor, chunks: Sequence[PromptChunk]) -> list[Arriving]:
+        """Copy the queries to host memory that the policy will look back at."""
+        lengths = [min(chunk.tokens, self.prompt_rows.wanted(chunk.seq_len)) for chunk in chunks]
         ends = [chunk.first_token + chunk.tokens for chunk in chunks]
         tokens = [token for end, length in zip(ends, lengths, strict=True) for token in range(end - length, end)]
         if not tokens:
             return []
         (queries,), arrived = self._start_copy((query,), tokens)
         return [
-            Arriving(JudgingRows(chunk.slot, rows, chunk.seq_len, chunk.block_table), arrived)
+            Arriving(LatestRows(chunk.slot, rows, chunk.seq_len, chunk.block_table), arrived)
             for chunk, rows in zip(chunks, queries.split(lengths), strict=True)
         ]
 
@@ -150,3 +175,11 @@ class CudaLayers:
         stored.wait()
         if stored.blocks and self._attention.summary != "none":
             self._attention.summarize(kv_cache, torch.tensor(stored.blocks, dtype=torch.int32))
+
+
+def _latest_rows(settings: HybridSparseConfig) -> Callable[[int], int]:
+    """How many of a prompt's latest rows the policy looks back at, by the tokens of the request."""
+    if settings.salience is not None:
+        return judging_rows
+    wanted = 0 if settings.prediction is None else 1
+    return lambda _: wanted

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from vllm_hybrid_sparse.runtime.host_side import HostSide
 from vllm_hybrid_sparse.runtime.readings import Reading
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
-from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey, RetainedSet
+from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRows:
-    """What is known of the rows, and how they attend to their retained sets."""
+    """What is known of the rows, and how the device attends to pages of theirs that are given."""
 
     tier: DeviceTier
     host: HostSide
@@ -53,6 +53,11 @@ class DecodeRows:
         )
         return cls(tier=tier, host=host, rows=rows, queries=queries, kv_cache=kv_cache, batch=batch)
 
+    def beside(self) -> "DecodeRows":
+        """The same rows with states of their own, in which nothing is seen yet."""
+        states = self.tier.device.begin(self.queries, self.tier.kv_heads)
+        return replace(self, rows=replace(self.rows, states=states))
+
     def query(self, group: GroupKey) -> Tensor:
         """The group's query heads, [group, head_dim]."""
         return self.queries[group.row, self.rows.states.heads(group)]
@@ -65,9 +70,8 @@ class DecodeRows:
         """Every KV head of every row."""
         return [GroupKey(row, head) for row in range(len(self.queries)) for head in range(self.tier.kv_heads)]
 
-    def start_retained(self, retained: RetainedSet, microbatch_pages: int) -> Future[DeviceResult]:
-        """Have the device attend to the retained sets."""
-        pages = [tuple(retained.retained_pages(seq_len)) for seq_len in self.batch.seq_lens]
+    def start(self, pages: Sequence[tuple[int, ...]], microbatch_pages: int) -> Future[DeviceResult]:
+        """Have the device attend to pages of each row, all KV heads to the same."""
         readings = [
             Reading(
                 group=group,
@@ -76,6 +80,7 @@ class DecodeRows:
                 microbatch_pages=microbatch_pages,
             )
             for group in self.groups()
+            if pages[group.row]
         ]
         at_once = self.tier.groups_at_once
         waves = [readings[first : first + at_once] for first in range(0, len(readings), at_once)]

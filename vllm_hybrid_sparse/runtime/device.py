@@ -62,7 +62,7 @@ class RowStates:
 
 
 class PartialAttention(NamedTuple):
-    """Of the rows of a `RowStates`, where the device has them."""
+    """Of the rows of a `RowStates`."""
 
     out: Tensor  # [rows, q_heads, head_dim] f32, normalised
     lse: Tensor  # [rows, q_heads] f32
@@ -137,8 +137,17 @@ class Device(Protocol):
     def merge(self, states: RowStates, hosted: Mapping[GroupKey, HostState]) -> None:
         """Fold what the host computed for groups into their rows (HGCA, section 3.3); no wave has work then."""
 
+    def join(self, states: RowStates, others: RowStates) -> None:
+        """Fold other states of the same rows, over other tokens, into the first; no wave has work then."""
+
+    def brought(self, *parts: RowStates) -> list[PartialAttention]:
+        """What the rows of each have attended so far, in host memory; good until more is asked for.
+
+        Waits until it is there. No wave has work then.
+        """
+
     def copied(self, states: RowStates) -> PartialAttention:
-        """What the rows have attended so far; no wave has work then."""
+        """What the rows have attended so far, where the device has it; no wave has work then."""
 
     def attribute(self, states: RowStates, retained: PartialAttention, log_unread: Tensor, share: float) -> None:
         """Give part of what is unread to the candidates read (`kernels/merge/attribution.py`); no wave has work then.

@@ -67,7 +67,7 @@ class DeviceBatch:
         query_start_loc   [requests + 1] int32   on the CPU, as are all
         seq_lens          [requests] int32       tokens of each request, the batch's included
         decode_mask       [requests] bool        whether the prompt is computed; one query token then attends sparsely;
-                                                 with `slots` only of requests whose state is for the tokens before it
+                                                 under HGCA only of requests whose state is for the tokens before it
         block_tables      [requests][blocks]     block ids
         slots             [requests] int32       where a layer keeps each request's state; None: the layers keep none
         """

@@ -68,6 +68,16 @@ class EmulatedDevice:
         for group, state in hosted.items():
             _fold(states, group, state.out, state.lse)
 
+    def join(self, states: RowStates, others: RowStates) -> None:
+        """See `Device`."""
+        merged = merge_states(states.out, states.lse, others.out, others.lse)
+        for state, folded in zip((states.out, states.lse), merged, strict=True):
+            state.copy_(folded)
+
+    def brought(self, *parts: RowStates) -> list[PartialAttention]:
+        """See `Device`."""
+        return [PartialAttention(states.out, states.lse) for states in parts]
+
     def copied(self, states: RowStates) -> PartialAttention:
         """See `Device`."""
         return PartialAttention(states.out.clone(), states.lse.clone())

@@ -198,7 +198,7 @@ class HostRuntime:
             from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers  # noqa: PLC0415  (Triton, which others lack)
 
             self.cuda_layers = CudaLayers(self.device_tier, attention, kv_caches)
-            self.requests.attach(self.cuda_layers.judges)
+            self.requests.attach(self.cuda_layers.prompt_rows)
 
     def close(self) -> None:
         """End the threads of the device tier; a runtime without one has none to end."""

@@ -21,6 +21,7 @@ class Reading:
     microbatch_pages: int
     threshold: float | None = None  # stop once so much of the weight is read; None: read all
     candidates: int = 0  # of the group, read or not
+    scored: int = 0  # of them, those whose summaries were scored
     # Log weight that key codes estimate of what is unread after so many microbatches, [microbatches, group].
     log_unread: NDArray[np.float64] | None = None
     lightest_rest: bool = False  # P_acc takes every unread page to weigh as much as the lightest one read (line 15)

@@ -37,7 +37,7 @@ class TieredBatch:
     ) -> Self:
         """Check and divide. The arguments and errors are those of `NativeBatch.from_tensors`.
 
-        decode_mask     with `slots` only of requests whose state is for the tokens before the new one
+        decode_mask     under HGCA only of requests whose state is for the tokens before the new one
         written_pages   pages of the host store that something else than the batch's tokens is stored in
         """
         NativeBatch.from_tensors(query_start_loc, seq_lens, block_table, slot_mapping, decode_mask, slots)

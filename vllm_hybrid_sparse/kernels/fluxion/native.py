@@ -1,14 +1,32 @@
-"""What the CPU kernel (`csrc/fluxion.cpp`, `csrc/anchor.cpp`) needs for Fluxion: the predictor, a layer's states."""
+"""What the CPU kernel (`csrc/fluxion.cpp`, `csrc/anchor.cpp`) needs for Fluxion: the predictor, a layer's states.
 
+Where a device attends, decode rows go in parts (`csrc/fluxion_tasks.cpp`): the host chooses what each group reads.
+"""
+
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
+from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import check_floats
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, stored_batch
 from vllm_hybrid_sparse.policy.budget import GRANULARITIES
 from vllm_hybrid_sparse.predictor.features import FEATURES
 from vllm_hybrid_sparse.predictor.model import HIDDEN_SIZES, Predictor
+from vllm_hybrid_sparse.values import GroupKey
+
+
+class PredictedPages(NamedTuple):
+    """What the groups of decode rows read beside their retained sets."""
+
+    pages: dict[GroupKey, tuple[int, ...]]  # of every group; 0 the request's first, ascending
+    scored: dict[GroupKey, int]  # candidates whose summaries were scored; 0 where nothing had to be chosen
+    log_unread: Tensor  # [rows, q_heads] f32: weight that the codes of the rest are estimated to have; -inf: none known
 
 
 def native_predictor(predictor: Predictor) -> _native.HeadPredictor:
@@ -59,3 +77,80 @@ def fluxion_layer(
     return _native.FluxionLayer(
         predictor=predictor, layer=layer, tau=tau, granularity=granularity, dense_tokens=dense_tokens
     )
+
+
+def choose_pages(
+    attention: NativeAttention,
+    layer: _native.FluxionLayer,
+    selection: _native.Selection,
+    kv_cache: Tensor,
+    query: Tensor,
+    seq_lens: Sequence[int],
+    block_tables: Sequence[Tensor],
+    slots: Sequence[int],
+    sink: tuple[Tensor, Tensor],
+    local: tuple[Tensor, Tensor],
+) -> PredictedPages:
+    """Choose what decode rows read whose tokens are stored and whose retained sets are attended (sections 5.2 and 5.3).
+
+    Anchors are observed first where they are due, and the rows are counted and kept as `NativeAttention.forward` does.
+
+    selection      a `native_selection` made once
+    query          [rows, q_heads, head_dim]   of the KV dtype, contiguous
+    seq_lens       tokens of each row's request, its own included
+    block_tables   [blocks] int32              of each
+    slots          of each row's request; a negative one keeps no state, and its row reads everything
+    sink, local    (out, lse)                  [rows, q_heads, head_dim] and [rows, q_heads] f32: normalised attention
+                                               to the pages before and behind the candidates, zeros and -inf for none
+    """
+    rows = len(seq_lens)
+    shape = (rows, attention.num_q_heads, attention.head_dim)
+    if query.shape != shape or query.dtype != attention.dtype or not query.is_contiguous():
+        raise KernelError(
+            f"query={tuple(query.shape)} {query.dtype}: must be contiguous {list(shape)} of {attention.dtype}"
+        )
+    for name, (out, lse) in (("sink", sink), ("local", local)):
+        check_floats(f"{name} out", out, shape)
+        check_floats(f"{name} lse", lse, shape[:2])
+    batch = stored_batch([1] * rows, seq_lens, block_tables, slots, decode=True)
+    engine = attention.engine
+    engine.choose_fluxion_pages(
+        kv_cache.data_ptr(),
+        attention.block_stride(kv_cache),
+        query.data_ptr(),
+        query.stride(0),
+        batch.native,
+        selection,
+        layer,
+        sink[0].data_ptr(),
+        sink[1].data_ptr(),
+        local[0].data_ptr(),
+        local[1].data_ptr(),
+    )
+    result = PredictedPages({}, {}, torch.full(shape[:2], -torch.inf))
+    size = attention.num_q_heads // attention.num_kv_heads
+    for row, seq_len in enumerate(seq_lens):
+        candidates = selection.candidates(seq_len)
+        for head in range(attention.num_kv_heads):
+            group = GroupKey(row, head)
+            pages = result.pages[group] = tuple(engine.last_plan(row, head))
+            budgets = engine.last_budgets(row, head)
+            result.scored[group] = candidates if budgets and budgets[0] else 0
+            if pages and (unread := engine.last_unread(row, head)):
+                result.log_unread[row, head * size : (head + 1) * size] = torch.tensor(unread)
+    return result
+
+
+def keep_queries(attention: NativeAttention, layer: _native.FluxionLayer, appended: Sequence[LatestRows]) -> None:
+    """Remember the last queries of prompts that were computed elsewhere: a decode row that follows makes it the anchor.
+
+    appended   of each request its last row at the end of `query`; no two of one request
+    """
+    for of in appended:
+        last = of.query[-1]
+        shape = (attention.num_q_heads, attention.head_dim)
+        if last.shape != shape or last.dtype != attention.dtype or not last.is_contiguous():
+            raise KernelError(
+                f"query={tuple(last.shape)} {last.dtype}: must be contiguous {list(shape)} of {attention.dtype}"
+            )
+        attention.engine.keep_fluxion_query(layer, of.slot, last.data_ptr(), of.seq_len)

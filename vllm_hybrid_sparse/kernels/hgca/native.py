@@ -11,7 +11,8 @@ from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
+from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, stored_batch
 
 
 class PackedState(NamedTuple):
@@ -20,20 +21,6 @@ class PackedState(NamedTuple):
     out: Tensor  # [rows, q_heads, head_dim] f32, normalised; zeros where nothing is packed
     lse: Tensor  # [rows, q_heads] f32, natural log; -inf where nothing is packed
     pages: int  # read, of all rows and KV heads
-
-
-class JudgingRows(NamedTuple):
-    """The latest tokens of one request: those of its last page, or as many of them as a step has appended."""
-
-    slot: int  # where the layer keeps the request's state
-    query: Tensor  # [rows, q_heads, head_dim] of the KV dtype, in host memory
-    seq_len: int  # tokens of the request, these included
-    block_table: Tensor  # [blocks] int32
-
-    @property
-    def whole(self) -> bool:
-        """Whether no row before them judges with them."""
-        return len(self.query) == judging_rows(self.seq_len)
 
 
 def judging_rows(seq_len: int) -> int:
@@ -94,7 +81,7 @@ def end_row(
 
 
 def reevaluate(
-    attention: NativeAttention, layer: _native.HgcaLayer, kv_cache: Tensor, appended: Sequence[JudgingRows]
+    attention: NativeAttention, layer: _native.HgcaLayer, kv_cache: Tensor, appended: Sequence[LatestRows]
 ) -> None:
     """Judge the host side of requests anew by rows that were appended (Algorithm 1, lines 19 to 22).
 
@@ -102,15 +89,12 @@ def reevaluate(
     """
     if not appended:
         return
-    rows = torch.tensor([0, *(len(of.query) for of in appended)]).cumsum(0)
-    block_table = torch.nn.utils.rnn.pad_sequence([of.block_table for of in appended], batch_first=True)
-    batch = NativeBatch.from_tensors(
-        rows.to(torch.int32),
-        torch.tensor([of.seq_len for of in appended], dtype=torch.int32),
-        block_table,
-        torch.full((int(rows[-1]),), -1, dtype=torch.int64),
-        torch.zeros(len(appended), dtype=torch.bool),
-        torch.tensor([of.slot for of in appended], dtype=torch.int32),
+    batch = stored_batch(
+        [len(of.query) for of in appended],
+        [of.seq_len for of in appended],
+        [of.block_table for of in appended],
+        [of.slot for of in appended],
+        decode=False,
     )
     query = torch.cat([of.query for of in appended])
     if query.shape[1:] != (attention.num_q_heads, attention.head_dim) or query.dtype != attention.dtype:

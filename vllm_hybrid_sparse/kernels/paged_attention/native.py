@@ -5,6 +5,7 @@ What it computes is written to be read in `reference.py`; the page layout is in 
 
 import math
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -121,6 +122,30 @@ class NativeBatch:
         )
         kept = (query_start_loc, seq_lens, block_table, slot_mapping, mask, *((slots,) if slots is not None else ()))
         return cls(native, num_tokens, kept)
+
+
+def stored_batch(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Sequence[Tensor],
+    slots: Sequence[int],
+    *,
+    decode: bool,
+) -> NativeBatch:
+    """A batch of some requests' latest tokens, whose keys and values are stored already.
+
+    query_lens, seq_lens   of each request, at least one: tokens of the batch, and all
+    block_tables           [blocks] int32 of each
+    slots                  of each, where a layer keeps its state
+    """
+    return NativeBatch.from_tensors(
+        torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+        torch.tensor(seq_lens, dtype=torch.int32),
+        torch.nn.utils.rnn.pad_sequence(list(block_tables), batch_first=True),
+        torch.full((sum(query_lens),), -1, dtype=torch.int64),
+        torch.full((len(seq_lens),), decode),
+        torch.tensor(slots, dtype=torch.int32),
+    )
 
 
 def native_selection(selection: SelectionSpec, retained: RetainedSet) -> _native.Selection:

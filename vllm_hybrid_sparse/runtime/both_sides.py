@@ -1,0 +1,86 @@
+"""The candidates of a step's groups, read by device and host side by side from one plan (Fluxion, section 6)."""
+
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass
+
+from vllm_hybrid_sparse.metrics import TierStats
+from vllm_hybrid_sparse.policy.planner import PLANNERS
+from vllm_hybrid_sparse.policy.task_queue import TaskQueue
+from vllm_hybrid_sparse.runtime.decode_rows import DecodeRows
+from vllm_hybrid_sparse.runtime.host_side import HostResult, HostSide
+from vllm_hybrid_sparse.runtime.readings import Reading
+from vllm_hybrid_sparse.runtime.tiers import DeviceTier
+from vllm_hybrid_sparse.values import GroupKey, GroupTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadResult:
+    """What came of some readings."""
+
+    pages: dict[GroupKey, int]  # the first so many of each reading's were read
+    hosted: dict[GroupKey, HostResult]  # what the host did
+    microbatches: int  # attended on the device
+    stats: TierStats
+
+
+class BothSides:
+    """Carries readings out, each group on one side, as the setting `host_share` has it."""
+
+    def __init__(self, tier: DeviceTier, host: HostSide) -> None:
+        self._tier, self._host = tier, host
+        share = tier.settings.host_share or "none"
+        self._plan = PLANNERS[share]
+        self._asks_residency = share == "queue"
+
+    def read(self, step: DecodeRows, readings: Mapping[GroupKey, Reading]) -> ReadResult:
+        """Attend to what the readings list, until it is enough, and fold it into the rows' states."""
+        queue = TaskQueue(self._plan(self._tasks(step, readings)))
+        attending = self._tier.launcher.submit(self._tier.side.run, step.rows, self._waves(queue, readings))
+        try:
+            hosted, host_busy_s = self._read_on_host(step, queue, readings)
+        finally:
+            wait([attending])  # nothing of this step may still run when it has failed
+        selected = step.finish(attending)
+        self._tier.device.merge(step.rows.states, {group: result.state for group, result in hosted.items()})
+        pages = {group: selected.pages_read.get(group, 0) for group in readings}
+        pages |= {group: result.pages_read for group, result in hosted.items()}
+        on_host = TierStats(
+            groups=len(readings),
+            groups_on_host=len(hosted),
+            pages_on_host=sum(result.pages_read for result in hosted.values()),
+            host_busy_s=host_busy_s,
+        )
+        return ReadResult(
+            pages=pages, hosted=hosted, microbatches=selected.stats.microbatches, stats=selected.stats + on_host
+        )
+
+    def _tasks(self, step: DecodeRows, readings: Mapping[GroupKey, Reading]) -> list[GroupTask]:
+        """The groups that have anything to read, and how much of it the device lacks, where the plan asks for that."""
+        tasks = []
+        for group, reading in readings.items():
+            if not reading.pages:
+                continue
+            missing = 0
+            if self._asks_residency:
+                missing = self._tier.loader.missing(step.rows.keys(group, reading.pages)).result()
+            tasks.append(GroupTask(group=group, pages=reading.pages, missing=missing, scored=reading.scored))
+        return tasks
+
+    def _waves(self, queue: TaskQueue, readings: Mapping[GroupKey, Reading]) -> Iterator[list[Reading]]:
+        """What the device takes from the queue, each time that it has nothing more to load."""
+        while tasks := queue.take_for_device(self._tier.groups_at_once):
+            yield [readings[task.group] for task in tasks]
+
+    def _read_on_host(
+        self, step: DecodeRows, queue: TaskQueue, readings: Mapping[GroupKey, Reading]
+    ) -> tuple[dict[GroupKey, HostResult], float]:
+        """Work for the host until the queue has nothing for it; what came of it, and the time that it took."""
+        results, busy_s = {}, 0.0
+        while task := queue.take_for_host():
+            started = time.perf_counter()
+            group, table = task.group, step.batch.block_tables[task.group.row]
+            results[group] = self._host.read(step.query(group), step.kv_cache, table, readings[group], step.lse(group))
+            busy_s += time.perf_counter() - started
+        return results, busy_s

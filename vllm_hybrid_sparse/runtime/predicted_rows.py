@@ -1,0 +1,111 @@
+"""Fluxion's decode rows on two tiers: the device attends the retained set in its two segments, the host predicts from
+that what each head needs, and both read the candidates from one queue (Fluxion, sections 5 and 6).
+
+Anchors are observed on the host, where all keys and values lie: a whole read of one request's cache, once in 256 rows.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait
+from functools import reduce
+from operator import add
+
+from torch import Tensor
+
+from vllm_hybrid_sparse import _native
+from vllm_hybrid_sparse.kernels.fluxion.native import PredictedPages, choose_pages
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, native_selection
+from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
+from vllm_hybrid_sparse.runtime.both_sides import BothSides
+from vllm_hybrid_sparse.runtime.decode_rows import DecodeRows
+from vllm_hybrid_sparse.runtime.host_side import HostSide
+from vllm_hybrid_sparse.runtime.readings import Reading
+from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
+from vllm_hybrid_sparse.runtime.tiers import DeviceTier
+from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
+
+
+class PredictedRows:
+    """Decode rows of layers of one shape. One call at a time."""
+
+    def __init__(self, tier: DeviceTier, attention: NativeAttention, scale: float, host: HostSide) -> None:
+        settings = tier.settings
+        self._tier, self._attention, self._scale, self._host = tier, attention, scale, host
+        self._sides = BothSides(tier, host)
+        self._retained = settings.retained
+        self._microbatch_pages = settings.selection.microbatch_pages
+        self._attributed = settings.selection.attributed
+        self._selection = native_selection(settings.selection, settings.retained)
+
+    def decode(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        batch: TieredBatch,
+        layer: _native.FluxionLayer,
+        output: Tensor,
+        output_rows: Sequence[int],
+    ) -> None:
+        """Attend with the batch's decode rows, whose keys and values are stored.
+
+        query    [tokens, q_heads, head_dim]   of the step, in host memory
+        layer    the state of the requests in this layer
+        output   [any, q_heads, head_dim]      where the device gives its results, with a row for each decode row
+        """
+        started = time.perf_counter()
+        device = self._tier.device
+        step = DecodeRows.begin(self._tier, self._host, self._scale, query, kv_cache, batch)
+        retained, chosen = self._attend_retained(step, layer)
+        states = step.rows.states
+        alone = None
+        if self._attributed and bool(chosen.log_unread.isfinite().any()):
+            alone = device.copied(states)
+        read = self._sides.read(step, {group: self._reading(step, group, chosen) for group in step.groups()})
+        if alone is not None:
+            device.attribute(states, alone, chosen.log_unread, self._attributed)
+        device.give(states, output, output_rows)
+        # How much of the cache was read has been counted where it was chosen.
+        self._tier.count(retained + read.stats + TierStats(step_s=time.perf_counter() - started), DecodeStats())
+
+    def _attend_retained(self, step: DecodeRows, layer: _native.FluxionLayer) -> tuple[TierStats, PredictedPages]:
+        """Have the device attend the sink and the window, each with states of its own, and choose by what they say."""
+        device, batch = self._tier.device, step.batch
+        candidates = [self._retained.candidate_range(seq_len) for seq_len in batch.seq_lens]
+        ends = [-(-seq_len // PAGE_TOKENS) for seq_len in batch.seq_lens]
+        sink = step.beside()
+        attending = [
+            sink.start([tuple(range(first)) for first, _ in candidates], self._microbatch_pages),
+            step.start(
+                [tuple(range(last, end)) for (_, last), end in zip(candidates, ends, strict=True)],
+                self._microbatch_pages,
+            ),
+        ]
+        wait(attending)  # nothing of this step may still run when it has failed
+        results = [part.finish(future) for part, future in zip((sink, step), attending, strict=True)]
+        of_sink, of_local = device.brought(sink.rows.states, step.rows.states)
+        chosen = choose_pages(
+            self._attention,
+            layer,
+            self._selection,
+            step.kv_cache,
+            step.queries,
+            batch.seq_lens,
+            batch.block_tables,
+            batch.slots,
+            of_sink,
+            of_local,
+        )
+        device.join(step.rows.states, sink.rows.states)
+        return reduce(add, (result.stats for result in results)), chosen
+
+    def _reading(self, step: DecodeRows, group: GroupKey, chosen: PredictedPages) -> Reading:
+        """All that was chosen for a group: a budget is read whole."""
+        first, end = self._retained.candidate_range(step.batch.seq_lens[group.row])
+        return Reading(
+            group=group,
+            pages=chosen.pages[group],
+            seq_len=step.batch.seq_lens[group.row],
+            microbatch_pages=self._microbatch_pages,
+            candidates=end - first,
+            scored=chosen.scored[group],
+        )
