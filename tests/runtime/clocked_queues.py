@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_hybrid_sparse.memory import cuda_pool, write_through
-from vllm_hybrid_sparse.runtime import cuda, cuda_layer, prefill, step, tiers
+from vllm_hybrid_sparse.runtime import cuda, cuda_layer, predicted_rows, prefill, step, tiers
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 Clock = dict[int, int]  # by queue: how much of its work is behind
@@ -157,7 +157,31 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
     wrap(prefill, "attend_dense", lambda _query, key, *_, causal, **__: ([] if causal else area(key), []))
     wrap(write_through, "store_pages", lambda host, at, *_: ([], pages(host, at)))
     wrap(write_through, "store_tokens", lambda host, at, *_: ([], pages(host, at)))
-    wrap(cuda, "attend_slots", lambda _query, key, _value, places, *_, **__: (slots(key, places), []))
+
+    def states(out: torch.Tensor) -> list[Hashable]:
+        return [("states", out.data_ptr())]
+
+    def attended(_query: Any, key: Any, _value: Any, places: Any, *given: Any, **_: Any) -> Any:
+        return slots(key, places), states(given[2])  # page_tokens, done, out
+
+    wrap(cuda, "attend_slots", attended)
+    brought, choose_pages = cuda.CudaDevice.brought, predicted_rows.choose_pages
+    held = dict[int, int]()  # address of a copy in host memory: of what
+
+    def watched_bringing(self: Any, *parts: Any) -> Any:
+        with self._queue.launching():
+            for part in parts:
+                machine.launch("bring", states(part.out), [("held", part.out.data_ptr())])
+        copies = brought(self, *parts)
+        held.update({copy.out.data_ptr(): part.out.data_ptr() for copy, part in zip(copies, parts, strict=True)})
+        return copies
+
+    def choosing(*given: Any) -> Any:
+        machine.host_reads([("held", held[out.data_ptr()]) for out, _ in given[-2:]])
+        return choose_pages(*given)
+
+    monkeypatch.setattr(cuda.CudaDevice, "brought", watched_bringing)
+    monkeypatch.setattr(predicted_rows, "choose_pages", choosing)
 
     store, layer_forward = cuda_layer.CudaLayers._store, cuda_layer.CudaLayers.forward
 

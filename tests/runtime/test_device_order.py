@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.clocked_queues import watch
+from tests.kernels.fluxion_checks import constant_predictor
+from tests.runtime.clocked_queues import ClockedMark, watch
 from tests.runtime.test_cuda_layer import model_of
 from tests.runtime.test_step import POLICIES, serve, smallest_pool
 from tests.runtime.tiered_layer import TieredModel
+from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
 from vllm_hybrid_sparse.memory.cuda_pool import CudaPool
 from vllm_hybrid_sparse.runtime import prefill
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
@@ -48,6 +50,26 @@ def test_salient_tokens_are_judged_and_packed_once_they_are_stored(monkeypatch: 
             model.step([(other, tokens), (one, 1)])
     assert machine.races == []
     assert machine.accesses > 50
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_host_chooses_by_what_has_been_attended(monkeypatch: pytest.MonkeyPatch, *, waits: bool) -> None:
+    """And it is noticed where it does not wait for that."""
+    machine = watch(monkeypatch)
+    settings = {"policy": "fluxion", "dense_tokens": 0, "device_pool_pages": 16, "host_share": "queue"}
+    with model_of(settings, layers=2) as model:
+        for index, layer in enumerate(model.layers):
+            layer.looks_back_at_once = False
+            layer.fluxion = fluxion_layer(native_predictor(constant_predictor(0.5)), layer=index, tau=0.1)
+        if not waits:
+            monkeypatch.setattr(ClockedMark, "wait", nothing)
+        one, other = model.start(), model.start()
+        model.step([(one, 150)], decode=False)
+        for tokens in (70, 40, 9, 1):
+            model.step([(other, tokens), (one, 1)])
+    assert machine.accesses > 50
+    assert any(race.startswith("the host may run beside bring") for race in machine.races) is not waits
+    assert bool(machine.races) is not waits
 
 
 def no_mark(self: Any) -> None:
