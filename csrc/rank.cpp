@@ -1,12 +1,15 @@
 #include "rank.h"
 
 #include <algorithm>
+#include <bit>
 #include <numeric>
 
 namespace hybrid_sparse {
 namespace {
 
 constexpr int kBuckets = 1024;
+constexpr int kLeastBuckets = 64;
+constexpr int kFewEntries = 12;  // sorted where they lie
 
 // What is read where scores that are not finite have spoilt the buckets.
 void first_pages(int wanted, int first_page, int32_t* out) { std::iota(out, out + wanted, first_page); }
@@ -63,9 +66,10 @@ void select_best(const Kernels& kernels, const float* scores, int count, int wan
 void RankedPages::build(const Kernels& kernels, const float* scores, int count, int first_page) {
   entries_.resize(count);
   bucket_of_.resize(count);
-  bucket_end_.assign(kBuckets, 0);
+  const int buckets = std::clamp(static_cast<int>(std::bit_ceil(static_cast<unsigned>(count)) / 2), kLeastBuckets, kBuckets);
+  bucket_end_.assign(buckets, 0);
   position_ = sorted_end_ = bucket_ = 0;
-  kernels.bucket_scores(scores, count, kBuckets, bucket_of_.data());
+  kernels.bucket_scores(scores, count, buckets, bucket_of_.data());
   for (int i = 0; i < count; ++i) ++bucket_end_[bucket_of_[i]];
   int begin = 0;
   for (int32_t& slot : bucket_end_) {
@@ -78,8 +82,15 @@ void RankedPages::build(const Kernels& kernels, const float* scores, int count, 
 
 void RankedPages::sort_bucket() {
   const int end = bucket_end_[bucket_++];
-  if (end - sorted_end_ > 1) {
+  if (end - sorted_end_ > kFewEntries) {
     std::sort(entries_.begin() + sorted_end_, entries_.begin() + end);
+  } else {
+    for (int i = sorted_end_ + 1; i < end; ++i) {
+      const ScoredPage entry = entries_[i];
+      int place = i;
+      for (; place > sorted_end_ && entry < entries_[place - 1]; --place) entries_[place] = entries_[place - 1];
+      entries_[place] = entry;
+    }
   }
   sorted_end_ = end;
 }
@@ -87,7 +98,9 @@ void RankedPages::sort_bucket() {
 int RankedPages::next(int count, std::vector<int32_t>& out) {
   const int end = std::min(position_ + count, static_cast<int>(entries_.size()));
   while (sorted_end_ < end) sort_bucket();
-  for (int i = position_; i < end; ++i) out.push_back(entries_[i].page);
+  const size_t first = out.size();
+  out.resize(first + std::max(0, end - position_));
+  for (int i = position_; i < end; ++i) out[first + i - position_] = entries_[i].page;
   const int taken = end - position_;
   position_ = end;
   return taken;
