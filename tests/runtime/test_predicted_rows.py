@@ -8,9 +8,9 @@ import torch
 
 from tests.kernels.fluxion_checks import MirroredFluxion, constant_predictor, some_predictor
 from tests.kernels.served_layer import ServedLayer, Shape
+from tests.runtime.broken_pages import break_pages
 from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
-from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.predictor.model import Predictor
 from vllm_hybrid_sparse.values import RetainedSet
 
@@ -183,27 +183,7 @@ def test_what_cannot_be_loaded_is_attended_where_it_lies(kind: str, monkeypatch:
     with model:
         request, other = mirror.start(), mirror.start()
         mirror.step((request, 150), (other, 150))
-        broken = {(1, 2 * request.blocks[block] + page) for block, page in ((0, 0), (1, 1), (4, 0))}
-
-        def failing(pages: Any) -> None:
-            if any((key.kv_head, key.page) in broken for key in pages):
-                raise OSError("uncorrectable memory error")
-
-        if kind == "cuda":
-            fill = model.tier.pool.fill
-
-            def failing_fill(slots: Any, source: Any, keys: Any) -> None:
-                failing(keys)
-                fill(slots, source, keys)
-
-            monkeypatch.setattr(model.tier.pool, "fill", failing_fill)
-        else:
-            read = HostPages.read
-
-            def failing_read(self: HostPages, keys: Any) -> Any:
-                failing(keys)
-                return read(self, keys)
-
-            monkeypatch.setattr(HostPages, "read", failing_read)
+        broken = [(1, 2 * request.blocks[block] + page) for block, page in ((0, 0), (1, 1), (4, 0))]
+        break_pages(model, broken, monkeypatch)
         mirror.step((request, 1), (other, 1))
         assert model.tier.take_stats().failed_loads == 3

@@ -7,10 +7,10 @@ import torch
 
 from tests.kernels.hgca_checks import MirroredLayer
 from tests.kernels.served_layer import Request, ServedLayer, Shape
+from tests.runtime.broken_pages import break_pages
 from tests.runtime.tiered_layer import TieredModel
 from tests.tolerances import WEIGHT_TIE
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.memory.host_pages import HostPages
 
 SMALL = {"policy": "hgca", "hgca_beta": 1.2, "hgca_alpha": 0.25, "sink_tokens": 16, "window_tokens": 32}
 LENGTHS = (7, 48, 64, 203)  # no window yet, one exactly full, a page beyond it, and far beyond
@@ -143,25 +143,7 @@ def test_what_cannot_be_loaded_is_attended_where_it_lies(kind: str, monkeypatch:
     with model:
         request, other = mirror.start(), mirror.start()
         mirror.step((request, 150), (other, 150))
-        broken = (1, 2 * request.blocks[3] + 1)  # of the window: tokens 112 to 127
-        if kind == "cuda":
-            fill = model.tier.pool.fill
-
-            def failing_fill(slots: Any, source: Any, keys: Any) -> None:
-                if any((key.kv_head, key.page) == broken for key in keys):
-                    raise OSError("uncorrectable memory error")
-                fill(slots, source, keys)
-
-            monkeypatch.setattr(model.tier.pool, "fill", failing_fill)
-        else:
-            read = HostPages.read
-
-            def failing_read(self: HostPages, keys: Any) -> Any:
-                if any((key.kv_head, key.page) == broken for key in keys):
-                    raise OSError("uncorrectable memory error")
-                return read(self, keys)
-
-            monkeypatch.setattr(HostPages, "read", failing_read)
+        break_pages(model, [(1, 2 * request.blocks[3] + 1)], monkeypatch)  # of the window: tokens 112 to 127
         mirror.step((request, 1), (other, 1))
         stats = model.tier.take_stats()
         assert stats.failed_loads == 1
