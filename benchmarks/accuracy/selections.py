@@ -21,7 +21,7 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
 PROMISE = 0.95
 FULL = "full"
 
-TOPK_RATIOS = (0.01, 0.02, 0.05, 0.10, 0.20, 0.30, 0.40, 0.60)
+TOPK_RATIOS = (0.01, 0.02, 0.05, 0.10, 0.20, 0.30, 0.40, 0.60, 0.70, 0.80)
 THRESHOLDS = (0.80, 0.90, PROMISE, 0.98)
 HGCA_BETAS = (0.25, 0.5, 0.75, 1.0)
 HGCA_SHARES = (0.25, 0.5, 0.75)
