@@ -195,6 +195,15 @@ NB_MODULE(_native, m) {
                           at<float>(token_scores));
       }, "kv"_a, "block_stride"_a, "block_table"_a, "query"_a, "kv_head"_a, "pages"_a, "count"_a, "seq_len"_a, "out"_a,
            "lse"_a, "lightest_lse"_a, "token_scores"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("score_candidates", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride,
+                                  const Batch& batch, const Selection& selection) {
+        self.score_candidates({at<char>(kv), block_stride, at<char>(query), query_stride, nullptr, 0, nullptr, 0, nullptr, 0},
+                              batch, selection);
+      }, "kv"_a, "block_stride"_a, "query"_a, "query_stride"_a, "batch"_a, "selection"_a,
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("order_candidates", [](Engine& self, const Selection& selection, int rows, uintptr_t retained_lse) {
+        return self.order_candidates(selection, rows, at<float>(retained_lse));
+      }, "selection"_a, "rows"_a, "retained_lse"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("begin_hgca_row", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t block_table, HgcaLayer& layer,
                                 int slot, int seq_len) {
         return self.begin_hgca_row({at<char>(kv), block_stride, at<int32_t>(block_table)}, layer, slot, seq_len);
@@ -230,5 +239,8 @@ NB_MODULE(_native, m) {
       .def("last_plan", &Engine::last_plan, "request"_a, "kv_head"_a)
       .def("last_features", &Engine::last_features, "request"_a, "kv_head"_a)
       .def("last_budgets", &Engine::last_budgets, "request"_a, "kv_head"_a)
-      .def("last_unread", &Engine::last_unread, "request"_a, "kv_head"_a);
+      .def("last_unread", &Engine::last_unread, "request"_a, "kv_head"_a)
+      .def("last_share", &Engine::last_share, "request"_a, "kv_head"_a)
+      .def("last_scored", &Engine::last_scored, "request"_a, "kv_head"_a)
+      .def("last_unread_after", &Engine::last_unread_after, "request"_a, "kv_head"_a);
 }

@@ -58,6 +58,7 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
       item.order.clear();
       item.retained.clear();
       item.unread.clear();
+      item.unread_after.clear();
       item.fine_parts = 0;
       if (ranked) set_ranked(item);
       item.open = progressive;
@@ -97,9 +98,8 @@ void Engine::prepare_summary_queries(const LayerCall& call) {
   }
 }
 
-// Scores the candidates' summaries for each query head; attends the retained sets meanwhile.
-void Engine::score_and_attend_retained(const LayerCall& call, const Batch& batch) {
-  spans_.clear();
+// The tasks that score the candidates' summaries, of all heads of a request together.
+void Engine::add_scoring_spans() {
   for (int i = 0; i < item_count_; i += geometry_.kv_heads) {
     const Item& item = items_[i];
     if (!item.ranked) continue;
@@ -111,6 +111,12 @@ void Engine::score_and_attend_retained(const LayerCall& call, const Batch& batch
       spans_.push_back({i, nullptr, item.candidate_begin + first, last - first, 0});
     }
   }
+}
+
+// Scores the candidates' summaries for each query head; attends the retained sets meanwhile.
+void Engine::score_and_attend_retained(const LayerCall& call, const Batch& batch) {
+  spans_.clear();
+  add_scoring_spans();
   if (spans_.empty()) return;
   prepare_summary_queries(call);
   const int scoring = static_cast<int>(spans_.size());
@@ -164,23 +170,32 @@ void Engine::rank(const Selection& selection) {
   });
 }
 
+// The scores of the candidates for the group as a whole. Estimates of weight (key codes) are set against the retained set's,
+// and what all candidates are estimated to weigh is kept.
+const float* Engine::group_item_scores(Item& item, const float* retained_lse) {
+  const int group = geometry_.group();
+  const int candidates = item.candidate_end - item.candidate_begin;
+  float* scores = scores_.data() + item.score_offset;
+  if (group == 1 && !retained_lse) return scores;
+  float* grouped = scores + int64_t{group} * candidates;
+  if (retained_lse) item.estimated_lse.resize(group);
+  kernels_.group_scores(scores, candidates, group, candidates, retained_lse, retained_lse ? item.estimated_lse.data() : nullptr,
+                        grouped);
+  return grouped;
+}
+
 // Ranks the candidates for the group; where the budget is all that limits the reading, chooses the best. In sequence order:
-// neighbours in memory are read one after the other. Estimates of weight (key codes) are set against the retained set's.
+// neighbours in memory are read one after the other.
 void Engine::rank_item(Item& item, int index, const Selection& selection) {
   const int group = geometry_.group();
   const int candidates = item.candidate_end - item.candidate_begin;
   const bool weighs = geometry_.layout.has_codes();
-  float* scores = scores_.data() + item.score_offset;
-  float* grouped = group > 1 || weighs ? scores + int64_t{group} * candidates : scores;
   static thread_local std::vector<float> retained;
   if (weighs) {
     retained.resize(group);
-    item.estimated_lse.resize(group);
     for (int g = 0; g < group; ++g) retained[g] = lse(state(index), g);
   }
-  if (group > 1 || weighs)
-    kernels_.group_scores(scores, candidates, group, candidates, weighs ? retained.data() : nullptr,
-                          weighs ? item.estimated_lse.data() : nullptr, grouped);
+  const float* grouped = group_item_scores(item, weighs ? retained.data() : nullptr);
   if (!item.progressive) {
     item.order.resize(item.budget);
     select_best(kernels_, grouped, candidates, item.budget, item.candidate_begin, item.order.data());

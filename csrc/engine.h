@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -18,6 +19,12 @@ namespace hybrid_sparse {
 inline constexpr int kSpansPerThread = 3;  // parts a call's reading is cut into: enough to even out, few enough to merge
 inline constexpr int kMinScoreSpan = 64;  // pages whose summaries a task scores at least
 inline constexpr int kMinSpanPages = 16;  // pages a task attends at least, where threads share
+
+// log(exp(a) + exp(b)).
+inline double log_add(double a, double b) {
+  const double high = std::max(a, b);
+  return std::isfinite(high) ? high + std::log(std::exp(a - high) + std::exp(b - high)) : high;
+}
 
 struct Geometry {
   Layout layout;
@@ -135,6 +142,13 @@ class Engine {
   // there anything.
   void attend_pages(const RequestPages& of, const char* query, int head, const int32_t* pages, int count, int seq_len,
                     float* out, float* lse, float* lightest_lse, float* token_scores);
+  // The page policies' decode rows where a device attends (page_tasks.cpp): the batch has decode rows alone, whose keys and values
+  // are stored. First the scores of all candidates; they stay until the next call that is not one of the parts above.
+  void score_candidates(const LayerCall& call, const Batch& batch, const Selection& selection);
+  // Then what each group may read, best first: last_plan(), last_share(), last_unread_after(). Nothing where the retained set is
+  // estimated to be enough; a group that needs no scores reads everything. retained_lse [rows][q_heads]. Nothing is counted. False,
+  // and nothing is done, where other rows were scored last.
+  bool order_candidates(const Selection& selection, int rows, const float* retained_lse);
   // HGCA's decode rows where a device attends the dense window (hgca_tasks.cpp). They count nothing.
   // What leaves the window of a row is judged; false, and nothing is done, where the state is not for the tokens before it.
   bool begin_hgca_row(const RequestPages& of, HgcaLayer& layer, int slot, int seq_len);
@@ -165,6 +179,11 @@ class Engine {
   std::vector<int32_t> last_budgets(int request, int kv_head) const;
   // Likewise what the codes of the blocks left out are estimated to weigh, [group] logarithms; empty where nothing is estimated.
   std::vector<float> last_unread(int request, int kv_head) const;
+  // After order_candidates(): P_acc before any candidate is read, 1 where nothing is estimated; and what the candidates left
+  // unread after each microbatch are estimated to weigh, [microbatches][group] logarithms, empty where that is not asked for.
+  float last_share(int request, int kv_head) const;
+  int last_scored(int request, int kv_head) const;  // candidates whose summaries were scored
+  std::vector<float> last_unread_after(int request, int kv_head) const;
 
  private:
   struct RowBlock {  // exact rows: query tokens of one request against one KV head
@@ -205,6 +224,7 @@ class Engine {
     std::vector<float> lse_min;     // [group]
     std::vector<float> estimated_lse;  // [group] of all candidates; with an anchor of those that `order` leaves out
     std::vector<double> unread;        // [group] share of that estimate which `order` leaves out; empty: unknown
+    std::vector<float> unread_after;   // [microbatches][group] log weight that `order` leaves out after each
     FluxionRequest* anchor;            // Fluxion's state of the request; null: the row reads what the selection says
     int first_row;                     // anchor: of head_features_ and what goes with them
     int granularity;                   // anchor: tokens of a logical block, 0 where all heads stream
@@ -271,6 +291,7 @@ class Engine {
   void set_ranked(Item& item) const;
   const Item* find_item(int request, int head) const;  // of the last call; null: it has none
   void prepare_summary_queries(const LayerCall& call);
+  void add_scoring_spans();
   void score_and_attend_retained(const LayerCall& call, const Batch& batch);
   void rank(const Selection& selection);
   void score_span(const LayerCall& call, const Batch& batch, const Span& span);
@@ -278,7 +299,10 @@ class Engine {
                        float* scores, int64_t head_stride, int64_t row_stride) const;
   void run_score(const void* const* queries, int heads, int rows, const PageTable& table, int code_bits, int page_begin,
                  int count, float* scores, int64_t head_stride, int64_t row_stride) const;
+  const float* group_item_scores(Item& item, const float* retained_lse);
   void rank_item(Item& item, int index, const Selection& selection);
+  void order_item(Item& item, const Selection& selection, const float* retained_lse);
+  void list_unread(Item& item, int microbatch_pages);
   void share_round(int open, const Selection& selection);
   void add_round_spans(int index, const Selection& selection, int& next_state);
   void end_round(const LayerCall& call, const Selection& selection, int index);

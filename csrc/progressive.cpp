@@ -120,10 +120,7 @@ double Engine::read_share(const Item& item, int index, int g) const {
 
 // Log-sum-exp of everything read so far: the retained set and candidates.
 double Engine::read_lse(int index, int g) const {
-  const double a = lse(state(index), g);
-  const double b = lse(state(read_state(index)), g);
-  const double high = std::max(a, b);
-  return std::isfinite(high) ? high + std::log(std::exp(a - high) + std::exp(b - high)) : high;
+  return log_add(lse(state(index), g), lse(state(read_state(index)), g));
 }
 
 // Whether enough has been read. PSA (Algorithm 1, lines 13 to 18): the unread pages are taken to weigh as much as the lightest

@@ -41,7 +41,10 @@ REFERENCE = "stock"
 SERVERS: dict[str, dict[str, object] | None] = {
     REFERENCE: None,
     "progressive": {"policy": "progressive", "threshold": 0.95},
-    **{f"topk-{percent}": {"policy": "topk", "topk_ratio": percent / 100} for percent in (5, 10, 20, 30, 40, 60, 70, 80)},
+    **{
+        f"topk-{percent}": {"policy": "topk", "topk_ratio": percent / 100}
+        for percent in (5, 10, 20, 30, 40, 60, 70, 80)
+    },
     "dense": {"policy": "dense"},
 }
 # Where the search begins, requests a second on two cores: guesses, which cost time where they are wrong.

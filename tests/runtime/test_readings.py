@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hybrid_sparse.runtime.readings import Reading, kept_share, log_unread_after
+from vllm_hybrid_sparse.kernels.score.reference import log_unread_after
+from vllm_hybrid_sparse.runtime.readings import Reading, kept_share
 from vllm_hybrid_sparse.values import GroupKey
 
 

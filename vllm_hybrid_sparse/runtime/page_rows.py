@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import score_pages
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, native_selection
+from vllm_hybrid_sparse.kernels.paged_attention.page_tasks import OrderedPages, order_candidates, score_candidates
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 from vllm_hybrid_sparse.runtime.both_sides import BothSides, ReadResult
-from vllm_hybrid_sparse.runtime.candidates import Ranker, no_scores
 from vllm_hybrid_sparse.runtime.decode_rows import DecodeRows
 from vllm_hybrid_sparse.runtime.host_side import HostSide
 from vllm_hybrid_sparse.runtime.readings import Reading
@@ -29,8 +28,8 @@ class PageRows:
         settings = tier.settings
         self._tier, self._attention, self._scale, self._host = tier, attention, scale, host
         self._sides = BothSides(tier, host)
-        self._ranker = Ranker(settings.selection, settings.retained, attention.summary == "key_codes")
-        self._attributed = settings.selection.attributed
+        self._spec, self._retained = settings.selection, settings.retained
+        self._selection = native_selection(self._spec, self._retained)
         self.last_pages: dict[GroupKey, tuple[int, ...]] = {}  # candidates that the last call read, in their order
 
     def decode(
@@ -45,20 +44,23 @@ class PageRows:
         tier = self._tier
         step = DecodeRows.begin(tier, self._host, self._scale, query, kv_cache, batch)
         states = step.rows.states
-        retained_pages = [tuple(tier.settings.retained.retained_pages(seq_len)) for seq_len in batch.seq_lens]
-        attending = step.start(retained_pages, tier.settings.selection.microbatch_pages)
-        scores = [self._scores(step, row) for row in range(len(step.queries))]  # while the device attends
+        retained_pages = [tuple(self._retained.retained_pages(seq_len)) for seq_len in batch.seq_lens]
+        attending = step.start(retained_pages, self._spec.microbatch_pages)
+        score_candidates(  # while the device attends
+            self._attention, self._selection, kv_cache, step.queries, batch.seq_lens, batch.block_tables
+        )
         retained = step.finish(attending)
-        readings, shares = self._rank(step, scores)
-        gives = self._attributed and any(reading.log_unread is not None for reading in readings.values())
+        ordered = order_candidates(self._attention, self._selection, states.shown_lse)
+        readings = {group: self._reading(step, group, of) for group, of in ordered.items()}
+        gives = self._spec.attributed and any(reading.log_unread is not None for reading in readings.values())
         alone = tier.device.copied(states) if gives else None
         read = self._sides.read(step, readings)
         if alone is not None:
-            tier.device.attribute(states, alone, self._log_unread(step, readings, read.pages), self._attributed)
+            tier.device.attribute(states, alone, self._log_unread(step, readings, read.pages), self._spec.attributed)
         tier.device.give(states, output, output_rows)
         self.last_pages = {group: readings[group].pages[:count] for group, count in read.pages.items()}
         tiers = retained.stats + read.stats + TierStats(step_s=time.perf_counter() - started)
-        self._count(step, tiers, readings, read, shares)
+        self._count(step, tiers, readings, read, ordered)
 
     def _log_unread(
         self, step: DecodeRows, readings: Mapping[GroupKey, Reading], pages: Mapping[GroupKey, int]
@@ -72,24 +74,22 @@ class PageRows:
                 log_unread[group.row, states.heads(group)] = torch.from_numpy(reading.log_unread[looked]).float()
         return log_unread
 
-    def _scores(self, step: DecodeRows, row: int) -> Tensor:
-        """Scores of one decode row's candidates, [q_heads, scored pages]."""
-        first, end = self._ranker.scored_pages(step.batch.seq_lens[row])
-        if first == end:
-            return no_scores(self._attention.num_q_heads)
-        table = step.batch.block_tables[row]
-        return score_pages(self._attention, step.queries[row], step.kv_cache, table, first, end)
-
-    def _rank(
-        self, step: DecodeRows, scores: Sequence[Tensor]
-    ) -> tuple[dict[GroupKey, Reading], dict[GroupKey, float]]:
-        """What each group may read, and P_acc before it reads any of that."""
-        readings, shares = {}, {}
-        for group in step.groups():
-            of_group = scores[group.row][step.rows.states.heads(group)]
-            seq_len = step.batch.seq_lens[group.row]
-            readings[group], shares[group] = self._ranker.reading(group, seq_len, of_group, step.lse(group))
-        return readings, shares
+    def _reading(self, step: DecodeRows, group: GroupKey, ordered: OrderedPages) -> Reading:
+        """What a group may read, and what it needs to stop."""
+        seq_len = step.batch.seq_lens[group.row]
+        first, end = self._retained.candidate_range(seq_len)
+        looks = self._spec.threshold < 1 and end > first
+        return Reading(
+            group=group,
+            pages=ordered.pages,
+            seq_len=seq_len,
+            microbatch_pages=self._spec.microbatch_pages,
+            threshold=self._spec.threshold if looks else None,
+            candidates=end - first,
+            scored=ordered.scored,
+            log_unread=ordered.log_unread,
+            lightest_rest=not self._spec.estimated_remainder,
+        )
 
     def _count(
         self,
@@ -97,7 +97,7 @@ class PageRows:
         tiers: TierStats,
         readings: Mapping[GroupKey, Reading],
         read: ReadResult,
-        shares: Mapping[GroupKey, float],
+        ordered: Mapping[GroupKey, OrderedPages],
     ) -> None:
         """Add up what was done."""
         kept, stops = 0.0, 0
@@ -106,7 +106,7 @@ class PageRows:
             if group in read.hosted:
                 kept += read.hosted[group].kept
             else:
-                kept += float(step.rows.states.kept[group]) if readings[group].pages else shares[group]
+                kept += float(step.rows.states.kept[group]) if readings[group].pages else ordered[group].share
             stops += read.pages[group] < readings[group].candidates
         layout = self._attention.layout
         pages = sum(-(-reading.seq_len // PAGE_TOKENS) for reading in readings.values())

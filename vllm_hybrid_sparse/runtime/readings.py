@@ -65,19 +65,3 @@ def kept_share(lse: Tensor, log_rest: Tensor) -> float:
     log_rest   [group]   of what is unread
     """
     return float(torch.sigmoid(lse.double() - log_rest.double()).nan_to_num(nan=0.0).min())
-
-
-def log_unread_after(log_weights: NDArray[np.floating], order: NDArray[np.int64], step: int) -> NDArray[np.float64]:
-    """Estimated log weight of what is unread after each microbatch of `step` pages.
-
-    log_weights   [group, candidates]   as key codes estimate them
-    order         [pages]               those that may be read, in the order of reading; the others stay unread
-    returns       [microbatches, group] the last row is -inf if all are read; none for no pages
-    """
-    weights = np.asarray(log_weights, dtype=np.float64)
-    never = torch.from_numpy(np.delete(weights, order, axis=1)).logsumexp(dim=1, keepdim=True)
-    backwards = np.concatenate([never.numpy(), weights[:, order[::-1]]], axis=1)
-    suffix = np.logaddexp.accumulate(backwards, axis=1)[:, ::-1]  # [:, p]: of what is unread after p pages
-    ends = np.arange(step, len(order) + step, step)
-    after: NDArray[np.float64] = suffix[:, np.minimum(ends, len(order))].T
-    return after

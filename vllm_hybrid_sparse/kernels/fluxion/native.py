@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
-from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import check_floats
+from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import check_floats, check_queries
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, stored_batch
 from vllm_hybrid_sparse.policy.budget import GRANULARITIES
 from vllm_hybrid_sparse.predictor.features import FEATURES
@@ -105,10 +105,7 @@ def choose_pages(
     """
     rows = len(seq_lens)
     shape = (rows, attention.num_q_heads, attention.head_dim)
-    if query.shape != shape or query.dtype != attention.dtype or not query.is_contiguous():
-        raise KernelError(
-            f"query={tuple(query.shape)} {query.dtype}: must be contiguous {list(shape)} of {attention.dtype}"
-        )
+    check_queries(attention, query, rows)
     for name, (out, lse) in (("sink", sink), ("local", local)):
         check_floats(f"{name} out", out, shape)
         check_floats(f"{name} lse", lse, shape[:2])

@@ -108,6 +108,15 @@ def check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise KernelError(f"{name}={tuple(tensor.shape)} {tensor.dtype}: must be contiguous {list(shape)} of float32")
 
 
+def check_queries(attention: NativeAttention, query: Tensor, rows: int) -> None:
+    """Raise KernelError unless these are the contiguous queries of so many rows, of the KV dtype."""
+    shape = (rows, attention.num_q_heads, attention.head_dim)
+    if query.shape != shape or query.dtype != attention.dtype or not query.is_contiguous():
+        raise KernelError(
+            f"query={tuple(query.shape)} {query.dtype}: must be contiguous {list(shape)} of {attention.dtype}"
+        )
+
+
 def _check(attention: NativeAttention, name: str, rows: Tensor, heads: int, block_table: Tensor) -> None:
     if rows.shape != (heads, attention.head_dim) or rows.dtype != attention.dtype or not rows.is_contiguous():
         raise KernelError(

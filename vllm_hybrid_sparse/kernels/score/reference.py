@@ -1,5 +1,8 @@
-"""Page scores in plain torch."""
+"""Page scores in plain torch, and what they say of the pages that are not read."""
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -20,3 +23,19 @@ def score_pages(query: Tensor, summaries: Tensor, scale: float, summary: str) ->
         return scale * products.sum(dim=-1)
     assert summary == "cuboid_mean"
     return scale * query @ summaries[:, 0].T
+
+
+def log_unread_after(log_weights: NDArray[np.floating], order: NDArray[np.int64], step: int) -> NDArray[np.float64]:
+    """Estimated log weight of what is unread after each microbatch of `step` pages.
+
+    log_weights   [group, candidates]   as key codes estimate them
+    order         [pages]               those that may be read, in the order of reading; the others stay unread
+    returns       [microbatches, group] the last row is -inf if all are read; none for no pages
+    """
+    weights = np.asarray(log_weights, dtype=np.float64)
+    never = torch.from_numpy(np.delete(weights, order, axis=1)).logsumexp(dim=1, keepdim=True)
+    backwards = np.concatenate([never.numpy(), weights[:, order[::-1]]], axis=1)
+    suffix = np.logaddexp.accumulate(backwards, axis=1)[:, ::-1]  # [:, p]: of what is unread after p pages
+    ends = np.arange(step, len(order) + step, step)
+    after: NDArray[np.float64] = suffix[:, np.minimum(ends, len(order))].T
+    return after

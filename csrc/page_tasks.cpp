@@ -1,0 +1,92 @@
+// The page policies' decode rows where a device attends, in two calls: the scores of all rows' candidates, which need nothing of
+// the device, then the order in which each group reads them, which may need what its retained set weighs.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "engine.h"
+
+namespace hybrid_sparse {
+void Engine::score_candidates(const LayerCall& call, const Batch& batch, const Selection& selection) {
+  collect_items(batch, selection);
+  spans_.clear();
+  add_scoring_spans();
+  if (spans_.empty()) return;
+  pool_.session([&] {
+    prepare_summary_queries(call);
+    pool_.for_each(static_cast<int>(spans_.size()), [&](int s) { score_span(call, batch, spans_[s]); });
+  });
+}
+
+bool Engine::order_candidates(const Selection& selection, int rows, const float* retained_lse) {
+  if (item_count_ != rows * geometry_.kv_heads) return false;
+  pool_.session([&] {
+    pool_.for_each(item_count_, [&](int i) {
+      Item& item = items_[i];
+      const int64_t row = int64_t{item.token} * geometry_.q_heads + item.head * geometry_.group();
+      if (item.ranked) order_item(item, selection, retained_lse + row);
+    });
+  });
+  return true;
+}
+
+void Engine::order_item(Item& item, const Selection& selection, const float* retained_lse) {
+  const int group = geometry_.group();
+  const bool weighs = geometry_.layout.has_codes();
+  const int candidates = item.candidate_end - item.candidate_begin;
+  item.rank.build(kernels_, group_item_scores(item, weighs ? retained_lse : nullptr), candidates, item.candidate_begin);
+  item.order.clear();
+  item.rank.next(item.budget, item.order);
+  const bool estimates = selection.estimated_remainder && selection.threshold < 1.0f;
+  if (estimates || (weighs && selection.attributed > 0.0f)) list_unread(item, selection.microbatch_pages);
+  if (!estimates) return;
+  for (int g = 0; g < group; ++g) {
+    const double share = 1.0 / (1.0 + std::exp(static_cast<double>(item.estimated_lse[g]) - retained_lse[g]));
+    item.kept = std::min(item.kept, std::isnan(share) ? 0.0f : static_cast<float>(share));
+  }
+  if (item.kept > selection.threshold) item.order.clear();
+}
+
+// What is estimated of the candidates that a prefix of the order leaves unread, from the last microbatch to the first.
+void Engine::list_unread(Item& item, int microbatch_pages) {
+  const int group = geometry_.group();
+  const int candidates = item.candidate_end - item.candidate_begin;
+  const int ordered = static_cast<int>(item.order.size());
+  const int microbatches = (ordered + microbatch_pages - 1) / microbatch_pages;
+  static thread_local std::vector<int32_t> never;
+  static thread_local std::vector<float> weights;
+  never.clear();
+  item.rank.next(candidates - ordered, never);
+  item.unread_after.resize(int64_t{microbatches} * group);
+  for (int g = 0; g < group; ++g) {
+    const float* scores = scores_.data() + item.score_offset + int64_t{g} * candidates - item.candidate_begin;
+    const auto weight = [&](const int32_t* pages, int count) -> double {
+      weights.resize(count);
+      for (int p = 0; p < count; ++p) weights[p] = scores[pages[p]];
+      return kernels_.log_sum_exp(weights.data(), count, -std::numeric_limits<float>::infinity());
+    };
+    double unread = weight(never.data(), static_cast<int>(never.size()));
+    for (int m = microbatches - 1; m >= 0; --m) {
+      item.unread_after[int64_t{m} * group + g] = static_cast<float>(unread);
+      const int first = m * microbatch_pages;
+      unread = log_add(unread, weight(item.order.data() + first, std::min(microbatch_pages, ordered - first)));
+    }
+  }
+}
+
+float Engine::last_share(int request, int kv_head) const {
+  const Item* item = find_item(request, kv_head);
+  return item ? item->kept : 1.0f;
+}
+
+int Engine::last_scored(int request, int kv_head) const {
+  const Item* item = find_item(request, kv_head);
+  return item && item->ranked ? item->candidate_end - item->candidate_begin : 0;
+}
+
+std::vector<float> Engine::last_unread_after(int request, int kv_head) const {
+  const Item* item = find_item(request, kv_head);
+  return item ? item->unread_after : std::vector<float>();
+}
+
+}  // namespace hybrid_sparse

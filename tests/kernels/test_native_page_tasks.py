@@ -1,0 +1,136 @@
+"""What each group may read, chosen for all rows at once, is what the selectors say of the same scores."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.served_layer import ServedLayer, Shape
+from tests.tolerances import SCORE_TIE, THRESHOLD_TIE
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import attend_pages, score_pages
+from vllm_hybrid_sparse.kernels.paged_attention.native import native_selection
+from vllm_hybrid_sparse.kernels.paged_attention.page_tasks import OrderedPages, order_candidates, score_candidates
+from vllm_hybrid_sparse.kernels.score.reference import log_unread_after
+from vllm_hybrid_sparse.policy.selectors import SpecSelector, group_scores
+from vllm_hybrid_sparse.values import GroupKey, RetainedSet, SelectionSpec
+
+RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
+LENGTHS = (1003, 40, 4500, 131)
+SELECTIONS = {
+    "dense": SelectionSpec(),
+    "topk": SelectionSpec(ranked=True, max_pages=5, attributed=0.5),
+    "share": SelectionSpec(ranked=True, budget_ratio=0.3),
+    "everything": SelectionSpec(ranked=True),
+    "lightest": SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=2),
+    "estimated": SelectionSpec(
+        ranked=True, threshold=0.9, microbatch_pages=3, estimated_remainder=True, attributed=0.5
+    ),
+    "capped": SelectionSpec(
+        ranked=True, threshold=0.9, microbatch_pages=4, max_pages=9, estimated_remainder=True, attributed=0.5
+    ),
+}
+
+
+class Rows:
+    """Decode rows of some requests, and what the retained sets of each are said to weigh."""
+
+    def __init__(self, shape: Shape, log_weight: float) -> None:
+        self.layer = ServedLayer(shape, num_blocks=sum(LENGTHS) // shape.block_tokens + 20)
+        self.requests = [self.layer.start() for _ in LENGTHS]
+        self.layer.step(list(zip(self.requests, LENGTHS, strict=True)), decode=False)
+        self.query = 3 * self.layer.random(len(LENGTHS), shape.num_q_heads, shape.head_dim)
+        self.tables = [torch.tensor(request.blocks, dtype=torch.int32) for request in self.requests]
+        self.retained_lse = log_weight + torch.rand(self.query.shape[:2], generator=self.layer.generator)
+
+    def ordered(self, selection: SelectionSpec) -> dict[GroupKey, OrderedPages]:
+        native, attention = native_selection(selection, RETAINED), self.layer.attention
+        score_candidates(attention, native, self.layer.kv_cache, self.query, LENGTHS, self.tables)
+        return order_candidates(attention, native, self.retained_lse)
+
+    def scores(self, group: GroupKey) -> np.ndarray:
+        first, end = RETAINED.candidate_range(LENGTHS[group.row])
+        attention, table = self.layer.attention, self.tables[group.row]
+        scored = score_pages(attention, self.query[group.row], self.layer.kv_cache, table, first, end)
+        return scored.unflatten(0, (attention.num_kv_heads, -1))[group.kv_head].double().numpy()
+
+
+def check_group(rows: Rows, selection: SelectionSpec, group: GroupKey, ordered: OrderedPages) -> None:
+    """Pages, share and rest of one group against the selectors."""
+    weighs = rows.layer.attention.summary == "key_codes"
+    first, end = RETAINED.candidate_range(LENGTHS[group.row])
+    limited = selection.budget_ratio < 1 or selection.max_pages is not None
+    all_fit = limited and selection.threshold == 1 and selection.budget_pages(end - first) == end - first
+    if not selection.ranked or first == end or all_fit:  # nothing to choose
+        assert ordered == OrderedPages(tuple(range(first, end)), 0, 1.0, None)
+        return
+    scores = rows.scores(group)
+    heads = slice(group.kv_head * len(scores), (group.kv_head + 1) * len(scores))
+    retained = rows.retained_lse[group.row, heads].double().numpy()
+    expected = SpecSelector(selection).order(scores, retained if weighs else None)
+    pages = np.array(ordered.pages, dtype=np.int64) - first
+    assert ordered.scored == end - first
+    if selection.estimated_remainder:
+        odds = np.logaddexp.reduce(scores, axis=1) - retained
+        share = (1 / (1 + np.exp(odds))).min()
+        assert ordered.share == pytest.approx(share, abs=THRESHOLD_TIE)
+        if share > selection.threshold:
+            assert not ordered.pages
+            return
+    else:
+        assert ordered.share == 1.0
+    best = group_scores(scores, retained if weighs else None)
+    assert len(pages) == len(expected) == len(set(pages.tolist()))
+    np.testing.assert_allclose(best[pages], best[expected], rtol=0, atol=SCORE_TIE)
+    if selection.estimated_remainder or (weighs and selection.attributed):
+        assert ordered.log_unread is not None
+        rest = log_unread_after(scores, pages, selection.microbatch_pages)
+        np.testing.assert_allclose(ordered.log_unread, rest, rtol=0, atol=SCORE_TIE)
+    else:
+        assert ordered.log_unread is None
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("log_weight", [-20.0, 3.0, 9.0], ids=["little", "some", "much"])
+@pytest.mark.parametrize("summary", ["minmax", "cuboid_mean", "key_codes"])
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_groups_read_what_the_selectors_say(
+    isa: str, name: str, summary: str, log_weight: float, group: int, threads: int
+) -> None:
+    selection = SELECTIONS[name]
+    if selection.estimated_remainder and summary != "key_codes":
+        pytest.skip("only key codes say what is unread")
+    rows = Rows(Shape(num_q_heads=2 * group, summary=summary, isa=isa, num_threads=threads), log_weight)
+    ordered = rows.ordered(selection)
+    assert set(ordered) == {GroupKey(row, head) for row in range(len(LENGTHS)) for head in range(2)}
+    for of_group, pages in ordered.items():
+        check_group(rows, selection, of_group, pages)
+    if selection.estimated_remainder:
+        reading = {bool(ordered[GroupKey(row, 0)].pages) for row in (0, 2)}  # the rows with many candidates
+        assert reading == {log_weight < 9}
+
+
+def test_groups_may_attend_between_the_two_calls() -> None:
+    """Where a page could not be loaded the host attends to it meanwhile."""
+    rows = Rows(Shape(summary="key_codes"), 3.0)
+    selection, attention = SELECTIONS["estimated"], rows.layer.attention
+    expected = rows.ordered(selection)
+    native = native_selection(selection, RETAINED)
+    score_candidates(attention, native, rows.layer.kv_cache, rows.query, LENGTHS, rows.tables)
+    pages = torch.arange(200, dtype=torch.int32)
+    attend_pages(attention, rows.query[2, 2:], rows.layer.kv_cache, rows.tables[2], 1, pages, LENGTHS[2])
+    found = order_candidates(attention, native, rows.retained_lse)
+    assert [one.pages for one in found.values()] == [one.pages for one in expected.values()]
+
+
+def test_wrong_tensors_are_refused() -> None:
+    rows = Rows(Shape(), 0.0)
+    native = native_selection(SELECTIONS["topk"], RETAINED)
+    attention, kv_cache = rows.layer.attention, rows.layer.kv_cache
+    with pytest.raises(KernelError, match=r"query=\(4, 4, 64\) torch.float16: must be contiguous \[4, 4, 64\] of"):
+        score_candidates(attention, native, kv_cache, rows.query.half(), LENGTHS, rows.tables)
+    score_candidates(attention, native, kv_cache, rows.query, LENGTHS, rows.tables)
+    with pytest.raises(KernelError, match=r"retained_lse=\(4, 4\) torch.float64: must be contiguous \[4, 4\]"):
+        order_candidates(attention, native, rows.retained_lse.double())
+    with pytest.raises(KernelError, match=r"retained_lse=\(3, 4\): must be of the rows scored last"):
+        order_candidates(attention, native, rows.retained_lse[:3])
