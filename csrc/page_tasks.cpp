@@ -7,6 +7,7 @@
 #include "engine.h"
 
 namespace hybrid_sparse {
+
 void Engine::score_candidates(const LayerCall& call, const Batch& batch, const Selection& selection) {
   collect_items(batch, selection);
   spans_.clear();

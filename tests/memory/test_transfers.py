@@ -78,7 +78,7 @@ def test_a_load_brings_what_is_missing_and_pins_all(store: Store, loader: Loader
     assert (again.wanted_pages, again.hit_pages, again.fetched_pages) == (3, 2, 1)
     loader.release(loaded)
     loader.release(again)
-    assert loader.missing(keys(3, 1, 2, 5)).result(timeout=10) == 0
+    assert loader.missing([keys(3, 1), keys(2, 5)]).result(timeout=10) == [0, 0]
     assert loader.pool.pinned_pages == 0
 
 
@@ -113,9 +113,9 @@ def test_the_stop_flag_ends_a_load_between_copies(
     assert (loaded.wanted_pages, loaded.fetched_pages) == (2, 2)
     assert loaded.slots[1] == []
     check(loader, loaded, keys(0, 1), keys(2, 3, 4))
-    assert loader.missing(keys(0, 1, 2, 3, 4)).result(timeout=10) == 3
+    assert loader.missing([keys(0, 1, 2), [], keys(3, 4)]).result(timeout=10) == [1, 0, 2]
     loader.release(loaded)
-    assert loader.missing([]).result(timeout=10) == 0
+    assert loader.missing([]).result(timeout=10) == []
     assert loader.pool.pinned_pages == 0
 
 
@@ -143,7 +143,7 @@ def test_a_failed_copy_is_an_error_of_the_parts_that_need_it(store: Store, loade
     )
     assert [len(slots) for slots in loaded.slots] == [2, 0, 1]
     check(loader, loaded, *parts)
-    assert loader.missing(keys(2)).result(timeout=10) == 1
+    assert loader.missing([keys(2)]).result(timeout=10) == [1]
     assert (loaded.fetched_pages, loader.pool.pinned_pages) == (3, 3)
     loader.release(loaded)
     check(loader, load(loader, store.sources[0], keys(1, 2, 3)), keys(1, 2, 3))

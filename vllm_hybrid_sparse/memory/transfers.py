@@ -79,9 +79,9 @@ class Loader:
         """
         return self._stream.submit(self._append, keys, offsets, key, value)
 
-    def missing(self, keys: Sequence[PageKey]) -> Future[int]:
-        """How many of some pages the pool does not hold."""
-        return self._stream.submit(lambda: self.pool.slots_of(keys).count(-1))
+    def missing(self, parts: Sequence[Sequence[PageKey]]) -> Future[list[int]]:
+        """How many of each part's pages the pool does not hold."""
+        return self._stream.submit(lambda: [self.pool.slots_of(keys).count(-1) for keys in parts])
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""

@@ -58,15 +58,16 @@ class BothSides:
 
     def _tasks(self, step: DecodeRows, readings: Mapping[GroupKey, Reading]) -> list[GroupTask]:
         """The groups that have anything to read, and how much of it the device lacks, where the plan asks for that."""
-        tasks = []
-        for group, reading in readings.items():
-            if not reading.pages:
-                continue
-            missing = 0
-            if self._asks_residency:
-                missing = self._tier.loader.missing(step.rows.keys(group, reading.pages)).result()
-            tasks.append(GroupTask(group=group, pages=reading.pages, missing=missing, scored=reading.scored))
-        return tasks
+        wanted = [(group, reading) for group, reading in readings.items() if reading.pages]
+        missing = [0] * len(wanted)
+        if self._asks_residency:
+            missing = self._tier.loader.missing(
+                [step.rows.keys(group, reading.pages) for group, reading in wanted]
+            ).result()
+        return [
+            GroupTask(group=group, pages=reading.pages, missing=lacking, scored=reading.scored)
+            for (group, reading), lacking in zip(wanted, missing, strict=True)
+        ]
 
     def _waves(self, queue: TaskQueue, readings: Mapping[GroupKey, Reading]) -> Iterator[list[Reading]]:
         """What the device takes from the queue, each time that it has nothing more to load."""

@@ -44,10 +44,9 @@ class LayerRows:
     def keys(self, group: GroupKey, pages: Sequence[int]) -> list[PageKey]:
         """Where pages of a row's request lie in the host store."""
         table, of_block = self.block_tables[group.row], self.source.pages_per_block
-        return [
-            PageKey(self.layer, group.kv_head, int(table[page // of_block]) * of_block + page % of_block)
-            for page in pages
-        ]
+        listed = np.asarray(pages, dtype=np.int64)
+        places = table[listed // of_block].astype(np.int64) * of_block + listed % of_block
+        return [PageKey(self.layer, group.kv_head, place) for place in places.tolist()]
 
 
 class DeviceSide:
