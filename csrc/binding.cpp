@@ -22,6 +22,11 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+// A call for rows whose keys and values are stored, and which attends to nothing itself.
+LayerCall stored_rows(uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride) {
+  return {at<char>(kv), block_stride, at<char>(query), query_stride, nullptr, 0, nullptr, 0, nullptr, 0};
+}
+
 // Bytes a second that all threads of the pool read together: [address, address + bytes) once, in pieces of `piece` bytes
 // one after the other, or in random order.
 double read_bandwidth(ThreadPool& pool, uintptr_t address, int64_t bytes, int64_t piece, bool shuffled) {
@@ -197,8 +202,7 @@ NB_MODULE(_native, m) {
            "lse"_a, "lightest_lse"_a, "token_scores"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("score_candidates", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride,
                                   const Batch& batch, const Selection& selection) {
-        self.score_candidates({at<char>(kv), block_stride, at<char>(query), query_stride, nullptr, 0, nullptr, 0, nullptr, 0},
-                              batch, selection);
+        self.score_candidates(stored_rows(kv, block_stride, query, query_stride), batch, selection);
       }, "kv"_a, "block_stride"_a, "query"_a, "query_stride"_a, "batch"_a, "selection"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def("order_candidates", [](Engine& self, const Selection& selection, int rows, uintptr_t retained_lse) {
@@ -219,16 +223,15 @@ NB_MODULE(_native, m) {
       }, "layer"_a, "slot"_a, "seq_len"_a, "scores"_a, "stride"_a, "lse"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("reevaluate_rows", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride,
                                  const Batch& batch, HgcaLayer& layer) {
-        self.reevaluate_rows({at<char>(kv), block_stride, at<char>(query), query_stride, nullptr, 0, nullptr, 0, nullptr, 0},
-                             batch, layer);
+        self.reevaluate_rows(stored_rows(kv, block_stride, query, query_stride), batch, layer);
       }, "kv"_a, "block_stride"_a, "query"_a, "query_stride"_a, "batch"_a, "layer"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def("choose_fluxion_pages", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride,
                                       const Batch& batch, const Selection& selection, FluxionLayer& layer, uintptr_t sink_out,
                                       uintptr_t sink_lse, uintptr_t local_out, uintptr_t local_lse) {
         self.choose_fluxion_pages(
-            {at<char>(kv), block_stride, at<char>(query), query_stride, nullptr, 0, nullptr, 0, nullptr, 0}, batch, selection,
-            layer, {at<float>(sink_out), at<float>(sink_lse), at<float>(local_out), at<float>(local_lse)});
+            stored_rows(kv, block_stride, query, query_stride), batch, selection, layer,
+            {at<float>(sink_out), at<float>(sink_lse), at<float>(local_out), at<float>(local_lse)});
       }, "kv"_a, "block_stride"_a, "query"_a, "query_stride"_a, "batch"_a, "selection"_a, "layer"_a, "sink_out"_a, "sink_lse"_a,
            "local_out"_a, "local_lse"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("keep_fluxion_query", [](Engine& self, FluxionLayer& layer, int slot, uintptr_t query, int tokens) {

@@ -32,20 +32,17 @@ bool Engine::order_candidates(const Selection& selection, int rows, const float*
 }
 
 void Engine::order_item(Item& item, const Selection& selection, const float* retained_lse) {
-  const int group = geometry_.group();
   const bool weighs = geometry_.layout.has_codes();
-  const int candidates = item.candidate_end - item.candidate_begin;
-  item.rank.build(kernels_, group_item_scores(item, weighs ? retained_lse : nullptr), candidates, item.candidate_begin);
-  item.order.clear();
-  item.rank.next(item.budget, item.order);
+  const float* grouped = group_item_scores(item, weighs ? retained_lse : nullptr);
   const bool estimates = selection.estimated_remainder && selection.threshold < 1.0f;
-  if (estimates || (weighs && selection.attributed > 0.0f)) list_unread(item, selection.microbatch_pages);
-  if (!estimates) return;
-  for (int g = 0; g < group; ++g) {
+  for (int g = 0; estimates && g < geometry_.group(); ++g) {
     const double share = 1.0 / (1.0 + std::exp(static_cast<double>(item.estimated_lse[g]) - retained_lse[g]));
     item.kept = std::min(item.kept, std::isnan(share) ? 0.0f : static_cast<float>(share));
   }
-  if (item.kept > selection.threshold) item.order.clear();
+  if (estimates && item.kept > selection.threshold) return;  // the retained set is enough
+  item.rank.build(kernels_, grouped, item.candidate_end - item.candidate_begin, item.candidate_begin);
+  item.rank.next(item.budget, item.order);
+  if (estimates || (weighs && selection.attributed > 0.0f)) list_unread(item, selection.microbatch_pages);
 }
 
 // What is estimated of the candidates that a prefix of the order leaves unread, from the last microbatch to the first.

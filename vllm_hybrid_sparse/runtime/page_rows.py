@@ -1,6 +1,7 @@
 """Decode rows of the page policies on two tiers: retained set, scores, and the candidates that each group may read.
 
-The host ranks every group's candidates while the device attends the retained sets; then both read (`both_sides.py`).
+The host scores all candidates while the device attends the retained sets, then orders each group's; both read them
+(`both_sides.py`).
 """
 
 import time

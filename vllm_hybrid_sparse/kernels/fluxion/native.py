@@ -105,7 +105,7 @@ def choose_pages(
     """
     rows = len(seq_lens)
     shape = (rows, attention.num_q_heads, attention.head_dim)
-    check_queries(attention, query, rows)
+    check_queries(attention, query, shape)
     for name, (out, lse) in (("sink", sink), ("local", local)):
         check_floats(f"{name} out", out, shape)
         check_floats(f"{name} lse", lse, shape[:2])
@@ -145,9 +145,5 @@ def keep_queries(attention: NativeAttention, layer: _native.FluxionLayer, append
     """
     for of in appended:
         last = of.query[-1]
-        shape = (attention.num_q_heads, attention.head_dim)
-        if last.shape != shape or last.dtype != attention.dtype or not last.is_contiguous():
-            raise KernelError(
-                f"query={tuple(last.shape)} {last.dtype}: must be contiguous {list(shape)} of {attention.dtype}"
-            )
+        check_queries(attention, last, (attention.num_q_heads, attention.head_dim))
         attention.engine.keep_fluxion_query(layer, of.slot, last.data_ptr(), of.seq_len)

@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
+from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import check_queries
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, stored_batch
 
 
@@ -52,10 +53,7 @@ def attend_packed(
     query   [rows, q_heads, head_dim]   of the KV dtype, contiguous
     """
     shape = (len(slots), attention.num_q_heads, attention.head_dim)
-    if query.shape != shape or query.dtype != attention.dtype or not query.is_contiguous():
-        raise KernelError(
-            f"query={tuple(query.shape)} {query.dtype}: must be contiguous {list(shape)} of {attention.dtype}"
-        )
+    check_queries(attention, query, shape)
     out, lse = torch.empty(shape, dtype=torch.float32), torch.empty(shape[:2], dtype=torch.float32)
     of_rows = torch.tensor(slots, dtype=torch.int32)
     pages = attention.engine.attend_packed(

@@ -34,7 +34,7 @@ def score_pages(
     """
     if attention.summary == "none":
         raise KernelError("summary='none': there is nothing to score")
-    _check(attention, "query", query, attention.num_q_heads, block_table)
+    _check(attention, query, attention.num_q_heads, block_table)
     if not 0 <= first_page <= end_page <= len(block_table) * attention.layout.pages_per_block:
         raise KernelError(f"first_page={first_page} end_page={end_page}: must be pages of {len(block_table)} blocks")
     scores = torch.empty(attention.num_q_heads, end_page - first_page, dtype=torch.float32)
@@ -71,7 +71,7 @@ def attend_pages(
     token_scores  [group, pages * 16] f32, out: the scaled score of each token, page after page; anything beyond seq_len
     """
     group = attention.num_q_heads // attention.num_kv_heads
-    _check(attention, "query", query, group, block_table)
+    _check(attention, query, group, block_table)
     if not 0 <= kv_head < attention.num_kv_heads:
         raise KernelError(f"kv_head={kv_head}: must be one of {attention.num_kv_heads}")
     if pages.dtype != torch.int32 or pages.dim() != 1 or not pages.is_contiguous():
@@ -108,20 +108,15 @@ def check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise KernelError(f"{name}={tuple(tensor.shape)} {tensor.dtype}: must be contiguous {list(shape)} of float32")
 
 
-def check_queries(attention: NativeAttention, query: Tensor, rows: int) -> None:
-    """Raise KernelError unless these are the contiguous queries of so many rows, of the KV dtype."""
-    shape = (rows, attention.num_q_heads, attention.head_dim)
+def check_queries(attention: NativeAttention, query: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise KernelError unless the queries have this shape, are contiguous and of the KV dtype."""
     if query.shape != shape or query.dtype != attention.dtype or not query.is_contiguous():
         raise KernelError(
             f"query={tuple(query.shape)} {query.dtype}: must be contiguous {list(shape)} of {attention.dtype}"
         )
 
 
-def _check(attention: NativeAttention, name: str, rows: Tensor, heads: int, block_table: Tensor) -> None:
-    if rows.shape != (heads, attention.head_dim) or rows.dtype != attention.dtype or not rows.is_contiguous():
-        raise KernelError(
-            f"{name}={tuple(rows.shape)} {rows.dtype}: must be contiguous [{heads}, {attention.head_dim}] "
-            f"{attention.dtype}"
-        )
+def _check(attention: NativeAttention, query: Tensor, heads: int, block_table: Tensor) -> None:
+    check_queries(attention, query, (heads, attention.head_dim))
     if block_table.dtype != torch.int32 or block_table.dim() != 1 or not block_table.is_contiguous():
         raise KernelError(f"block_table={block_table.dtype} of {block_table.dim()} dims: must be contiguous int32 of 1")

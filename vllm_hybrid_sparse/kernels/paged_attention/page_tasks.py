@@ -47,7 +47,7 @@ def score_candidates(
     block_tables   [blocks] int32              of each
     """
     rows = len(seq_lens)
-    check_queries(attention, query, rows)
+    check_queries(attention, query, (rows, attention.num_q_heads, attention.head_dim))
     batch = stored_batch([1] * rows, seq_lens, block_tables, [-1] * rows, decode=True)
     attention.engine.score_candidates(
         kv_cache.data_ptr(),
