@@ -8,6 +8,11 @@ budgets this way, and thresholds on a real `--model` with `--computed` prompts. 
 its own that goes through all cases, shortest first; one that fails or runs out of time leaves what it had. Ratios are
 to the baseline and to `fixed` (top-k by Quest's bounds, a part of the pool for each layer, no host), from one run.
 
+`offload` is vLLM's own way with contexts that do not fit: the baseline's attention, `--device-gib` of KV on the device
+and the rest offloaded to host memory, from where a request's KV must come back as a whole before it runs. Requests that
+do not fit together run one after another then, so it is compared by the rate over a whole round, and goes through the
+cases of which a single request fits.
+
 On a machine without a GPU: `--device emulated --baseline CPU_ATTN --layers 2 --hidden 256 --device-gib 0.01`.
 """
 
@@ -25,6 +30,7 @@ from benchmarks.gpu_check import NOT_INSTALLED, Stage, run_stage
 from benchmarks.gpu_timing_rows import (
     BASELINE,
     FIXED,
+    OFFLOAD,
     WARM_UP_TOKENS,
     Case,
     Json,
@@ -34,6 +40,7 @@ from benchmarks.gpu_timing_rows import (
     summarise,
     table,
     together,
+    whole_round,
 )
 from benchmarks.kv_shape import KVShape, read_shape
 from benchmarks.report import save
@@ -42,6 +49,7 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 SIDES: dict[str, dict[str, Any] | None] = {
     BASELINE: None,  # of vLLM, everything on the device
+    OFFLOAD: None,  # of vLLM, what does not fit in host memory
     "dense": {"policy": "dense"},
     FIXED: {"policy": "topk", "topk_ratio": 0.05, "summary": "minmax", "device_pool": "per_layer"},
     "topk": {"policy": "topk", "topk_ratio": 0.05},
@@ -59,6 +67,7 @@ DEFAULT_CASES = "8Kx1,8Kx32,32Kx4,128Kx1,128Kx4"
 BF16_BYTES = 2
 _SHOWN_LINES = 40  # of the log of a side that failed
 _SPARE = 1.15  # summaries and blocks begun, of the KV bytes
+_SPARE_TOKENS = 256  # blocks begun, and one that vLLM keeps to itself
 
 
 def pool_pages(shape: KVShape, device_gib: float) -> int:
@@ -66,9 +75,23 @@ def pool_pages(shape: KVShape, device_gib: float) -> int:
     return int(device_gib * 2**30) // (2 * PAGE_TOKENS * shape.head_dim * BF16_BYTES)
 
 
+def fitting(options: argparse.Namespace, cases: Sequence[Case]) -> list[Case]:
+    """The cases of which a single request fits `--device-gib`. Raises ValueError where there are none."""
+    tokens = int(options.device_gib * 2**30) // read_shape(options.folder).token_bytes(BF16_BYTES)
+    found = [case for case in cases if longest_tokens(options, [case]) + _SPARE_TOKENS <= tokens]
+    if not found:
+        raise ValueError(f"--device-gib={options.device_gib:g}: holds {tokens} tokens, fewer than any case has")
+    return found
+
+
+def longest_tokens(options: argparse.Namespace, cases: Sequence[Case]) -> int:
+    """What a request may come to."""
+    return max(case.context_tokens for case in cases) + options.tokens + 2 * WARM_UP_TOKENS
+
+
 def engine_arguments(options: argparse.Namespace, cases: Sequence[Case]) -> Json:
     """What all sides are started with."""
-    longest = max(case.context_tokens for case in cases) + options.tokens + 2 * WARM_UP_TOKENS
+    longest = longest_tokens(options, cases)
     room = max((case.context_tokens + options.tokens + 1024) * case.requests for case in cases)
     token_bytes = read_shape(options.folder).token_bytes(BF16_BYTES)
     arguments: Json = {
@@ -91,9 +114,33 @@ def engine_arguments(options: argparse.Namespace, cases: Sequence[Case]) -> Json
     return arguments
 
 
-def side_arguments(side: str, options: argparse.Namespace) -> Json:
-    """What one side adds: vLLM's backend, or ours with a pool of `--device-gib`."""
+def offload_arguments(options: argparse.Namespace, common: Json) -> Json:
+    """vLLM's offloading, of as much host memory as the others' KV caches have, before the connector that fills."""
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": common["kv_cache_memory_bytes"]},
+    }
+    connectors = [offloading, *([] if options.computed else [FILLING_CONNECTOR])]
+    return {
+        "attention_backend": options.baseline,
+        "kv_cache_memory_bytes": int(options.device_gib * 2**30),
+        "kv_transfer_config": {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": connectors},
+        },
+    }
+
+
+def side_arguments(side: str, options: argparse.Namespace, common: Json) -> Json:
+    """What one side adds: vLLM's backend, or ours with a pool of `--device-gib`.
+
+    common   of all sides, `engine_arguments`
+    """
     settings = SIDES[side]
+    if side == OFFLOAD:
+        return offload_arguments(options, common)
     if settings is None:
         return {"attention_backend": options.baseline}
     settings = {**settings, "device": options.device, "log_interval_s": 10}
@@ -130,11 +177,14 @@ def serve_side(side: str, options: argparse.Namespace, cases: Sequence[Case], ou
     from prometheus_client import REGISTRY, generate_latest  # noqa: PLC0415
     from vllm import LLM  # noqa: PLC0415  (only where an engine runs)
 
-    llm = LLM(**engine_arguments(options, cases), **side_arguments(side, options))
+    if side == OFFLOAD:
+        cases = fitting(options, cases)
+    common = engine_arguments(options, cases)
+    llm = LLM(**(common | side_arguments(side, options, common)))
     before = counters(generate_latest(REGISTRY).decode())
     for case in sorted(cases):
         for round_ in range(options.rounds + 1):  # the first warms the pool and compiles
-            timed = time_round(llm.llm_engine, case, options.tokens, f"{case.name}-{round_}")
+            timed = time_round(llm.llm_engine, case, options.tokens, f"{case.name}-{round_}", apart=side == OFFLOAD)
             after = counters(generate_latest(REGISTRY).decode())
             row = {"side": side, "case": case.name, "round": round_, **timed, **differences(before, after)}
             before = after
@@ -142,14 +192,17 @@ def serve_side(side: str, options: argparse.Namespace, cases: Sequence[Case], ou
                 file.write(json.dumps(row) + "\n")
 
 
-def time_round(engine: Any, case: Case, tokens: int, name: str) -> dict[str, float]:
-    """Answer the requests of a case side by side.
+def time_round(engine: Any, case: Case, tokens: int, name: str, *, apart: bool) -> dict[str, float]:
+    """Answer the requests of a case.
 
-    returns   step_ms, the mean time between a request's tokens; tokens_per_s of all; both while all of them decode
+    apart     whether they may run one after another; else they must run side by side
+    returns   step_ms, the mean time between a request's tokens, and tokens_per_s of all, both while all of them decode
+              and left out where they never do; round_tokens_per_s, over the whole round
     """
     from vllm import SamplingParams  # noqa: PLC0415
 
     sampling = SamplingParams(temperature=0, max_tokens=tokens + WARM_UP_TOKENS, ignore_eos=True, detokenize=False)
+    began_s = time.perf_counter()
     for request in range(case.requests):
         engine.add_request(f"{name}-{request}", {"prompt_token_ids": [3 + request] * case.context_tokens}, sampling)
     came: dict[str, list[tuple[float, int]]] = {}
@@ -158,7 +211,14 @@ def time_round(engine: Any, case: Case, tokens: int, name: str) -> dict[str, flo
         now_s = time.perf_counter()
         for output in outputs:
             came.setdefault(output.request_id, []).append((now_s, len(output.outputs[0].token_ids)))
-    return together(list(came.values()))
+    every = list(came.values())
+    try:
+        figures = together(every)
+    except ValueError:
+        if not apart:
+            raise
+        figures = {}
+    return figures | whole_round(every, began_s)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -10,6 +10,7 @@ from vllm_hybrid_sparse.load.prometheus import total
 
 BASELINE = "baseline"
 FIXED = "fixed"
+OFFLOAD = "offload"
 WARM_UP_TOKENS = 4  # of every answer, not counted
 _COUNTED = (
     "context_bytes", "read_bytes", "device_step_seconds", "device_busy_seconds", "device_wanted_pages",
@@ -54,6 +55,14 @@ def together(came: Sequence[Sequence[tuple[float, int]]]) -> dict[str, float]:
     return {"step_ms": 1e3 * statistics.mean(step_s), "tokens_per_s": sum(1 / one for one in step_s)}
 
 
+def whole_round(came: Sequence[Sequence[tuple[float, int]]], began_s: float) -> dict[str, float]:
+    """The rate over a whole round, from when its requests were handed over until the last one has all its tokens.
+
+    came   as in `together`
+    """
+    return {"round_tokens_per_s": sum(one[-1][1] for one in came) / (max(one[-1][0] for one in came) - began_s)}
+
+
 def counters(exposition: str) -> dict[str, float]:
     """Sums of the counters that are looked at, from Prometheus's text; absent ones are left out."""
     found = {name: total(exposition, f"vllm_hybrid_sparse_{name}_total") for name in _COUNTED}
@@ -79,25 +88,29 @@ def differences(before: Mapping[str, float], after: Mapping[str, float]) -> dict
 
 
 def summarise(rounds: Sequence[Json]) -> list[Json]:
-    """A row a case and side, medians of its rounds but the first, with ratios to the baseline and to `fixed`."""
+    """A row a case and side, medians of its rounds but the first, with ratios to `baseline`, `fixed` and `offload`."""
     groups: dict[tuple[str, str], list[Json]] = {}
     for row in rounds:
         if row["round"]:
             groups.setdefault((row["case"], row["side"]), []).append(row)
-    names = ("step_ms", "tokens_per_s", "kv_read", "hit_rate", "device_idle")
-    rows = {
-        key: {name: statistics.median(row[name] for row in group) for name in names if name in group[0]}
-        for key, group in groups.items()
-    }
-    return [
-        {"case": case, "side": side, **row}
-        | {
-            f"{reference}_over_this": rows[case, reference]["step_ms"] / row["step_ms"]
-            for reference in (BASELINE, FIXED)
-            if (case, reference) in rows
-        }
-        for (case, side), row in rows.items()
-    ]
+    names = ("step_ms", "tokens_per_s", "round_tokens_per_s", "kv_read", "hit_rate", "device_idle")
+    rows: dict[tuple[str, str], Json] = {}
+    for key, group in groups.items():
+        had = [name for name in names if all(name in row for row in group)]
+        rows[key] = {name: statistics.median(row[name] for row in group) for name in had}
+
+    def ratios(case: str, row: Json) -> Json:
+        found = {}
+        for reference in (BASELINE, FIXED):
+            other = rows.get((case, reference), {})
+            if "step_ms" in row and "step_ms" in other:
+                found[f"{reference}_over_this"] = other["step_ms"] / row["step_ms"]
+        other = rows.get((case, OFFLOAD), {})
+        if "round_tokens_per_s" in row and "round_tokens_per_s" in other:
+            found[f"this_over_{OFFLOAD}"] = row["round_tokens_per_s"] / other["round_tokens_per_s"]
+        return found
+
+    return [{"case": case, "side": side, **row, **ratios(case, row)} for (case, side), row in rows.items()]
 
 
 def table(rows: Sequence[Json], baseline: str) -> str:
@@ -107,7 +120,19 @@ def table(rows: Sequence[Json], baseline: str) -> str:
         return format(row[name], form) if name in row else ""
 
     return markdown_table(
-        ("case", "side", "ms a token", "tokens/s", f"{baseline} ÷ it", "fixed ÷ it", "KV read", "hits", "device idle"),
+        (
+            "case",
+            "side",
+            "ms a token",
+            "tokens/s",
+            f"{baseline} ÷ it",
+            "fixed ÷ it",
+            "whole round, tokens/s",
+            "it ÷ offload",
+            "KV read",
+            "hits",
+            "device idle",
+        ),
         [
             (
                 row["case"],
@@ -116,6 +141,8 @@ def table(rows: Sequence[Json], baseline: str) -> str:
                 shown(row, "tokens_per_s", ".0f"),
                 shown(row, f"{BASELINE}_over_this", ".2f"),
                 shown(row, f"{FIXED}_over_this", ".2f"),
+                shown(row, "round_tokens_per_s", ".0f"),
+                shown(row, f"this_over_{OFFLOAD}", ".2f"),
                 shown(row, "kv_read", ".1%"),
                 shown(row, "hit_rate", ".1%"),
                 shown(row, "device_idle", ".0%"),

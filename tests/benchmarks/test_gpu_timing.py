@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_timing import SIDES, parse_arguments, side_arguments, write_config
-from benchmarks.gpu_timing_rows import Case, counters, differences, parse_case, summarise, table, together
+from benchmarks.gpu_timing import SIDES, engine_arguments, fitting, parse_arguments, side_arguments, write_config
+from benchmarks.gpu_timing_rows import Case, counters, differences, parse_case, summarise, table, together, whole_round
 from benchmarks.kv_shape import KVShape, read_shape
 from vllm_hybrid_sparse.config import HybridSparseConfig
 
@@ -23,6 +23,31 @@ def test_requests_one_after_another_are_no_measurement() -> None:
     one = [(1.0 * token, token) for token in range(1, 9)]
     with pytest.raises(ValueError, match="side by side"):
         together([one, [(20.0 + token, token) for token in range(1, 9)]])
+
+
+def test_a_whole_round_counts_from_its_beginning_to_its_last_token() -> None:
+    came = [[(11.0, 1), (12.0, 8)], [(13.0, 1), (20.0, 12)]]
+    assert whole_round(came, 10.0) == {"round_tokens_per_s": 2.0}
+
+
+def test_sides_are_compared_by_what_both_have() -> None:
+    """Offloading where requests ran one after another has no time between tokens of all."""
+    timed = {"round_tokens_per_s": 50.0, "step_ms": 10.0, "tokens_per_s": 99.0}
+    rounds = [{"side": "offload", "round_tokens_per_s": 20.0}, {"side": "baseline", **timed}]
+    offload, baseline = summarise([{"case": "8Kx2", "round": 1, **row} for row in rounds])
+    assert offload == {"case": "8Kx2", "side": "offload", "round_tokens_per_s": 20.0, "this_over_offload": 1.0}
+    assert (baseline["this_over_offload"], baseline["baseline_over_this"]) == (2.5, 1.0)
+    assert len(table([offload, baseline], "FLASH_ATTN").splitlines()) == 4
+
+
+def test_offloading_goes_through_the_cases_of_which_a_request_fits(tmp_path: Path) -> None:
+    options = parse_arguments(["--device-gib", "0.5", "--cases", "8Kx32,32Kx4,128Kx1"])
+    options.folder = tmp_path
+    write_config(tmp_path, layers=3, hidden=512)  # 12 KiB a token, so 43690 tokens
+    assert [case.name for case in fitting(options, options.parsed)] == ["8Kx32", "32Kx4"]
+    options.device_gib = 0.01
+    with pytest.raises(ValueError, match=r"--device-gib=0.01: holds 873 tokens, fewer than any case has"):
+        fitting(options, options.parsed)
 
 
 def test_shares_are_of_what_a_round_has_added() -> None:
@@ -92,9 +117,17 @@ def test_every_side_is_legal_and_has_the_pool_that_was_asked_for(side: str, devi
     options.folder, options.rows = tmp_path, tmp_path / "rows.jsonl"
     write_config(tmp_path, layers=3, hidden=512)
     assert read_shape(tmp_path) == KVShape(layers=3, kv_heads=8, head_dim=128)
-    arguments = side_arguments(side, options)
+    common = engine_arguments(options, options.parsed)
+    arguments = side_arguments(side, options, common)
     if side == "baseline":
         assert arguments == {"attention_backend": "FLASH_ATTN"}
+        return
+    if side == "offload":
+        assert (arguments["attention_backend"], arguments["kv_cache_memory_bytes"]) == ("FLASH_ATTN", 2**29)
+        connectors = arguments["kv_transfer_config"]["kv_connector_extra_config"]["connectors"]
+        assert [one["kv_connector"] for one in connectors] == ["OffloadingConnector", "DecodeBenchConnector"]
+        host_bytes = connectors[0]["kv_connector_extra_config"]["cpu_bytes_to_use"]
+        assert host_bytes == common["kv_cache_memory_bytes"] > 131072 * 4 * 12288  # bytes of a token
         return
     settings = HybridSparseConfig.from_mapping(arguments["additional_config"]["hybrid_sparse"])
     assert settings.device == device
