@@ -10,6 +10,7 @@
 #include <random>
 
 #include "engine.h"
+#include "slot_table.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -152,6 +153,35 @@ NB_MODULE(_native, m) {
       .def("budget", &Selection::budget, "candidates"_a)
       .def("candidates", [](const Selection& self, int seq_len) { return self.candidates(seq_len).count(); }, "seq_len"_a);
 
+  nb::class_<SlotTable> slot_table(m, "SlotTable");
+  nb::enum_<SlotTable::Order>(slot_table, "Order")
+      .value("lru", SlotTable::Order::lru)
+      .value("fifo", SlotTable::Order::fifo)
+      .value("cyclic", SlotTable::Order::cyclic);
+  nb::class_<SlotTable::Refused>(slot_table, "Refused")
+      .def_ro("part", &SlotTable::Refused::part)
+      .def_ro("wanted", &SlotTable::Refused::wanted)
+      .def_ro("pinned", &SlotTable::Refused::pinned);
+  // All with the GIL held: calls of microseconds, and whoever reads a count sees no table that is being changed.
+  slot_table
+      .def(nb::init<int, int, SlotTable::Order, int>(), nb::kw_only(), "shares"_a, "every"_a, "order"_a, "layer_shift"_a)
+      .def("take", [](SlotTable& self, uintptr_t pages, uintptr_t wanted, int parts, int width, uintptr_t slots,
+                      uintptr_t fresh) {
+        return self.take(at<int64_t>(pages), at<uint8_t>(wanted), parts, width, at<int32_t>(slots), at<uint8_t>(fresh));
+      }, "pages"_a, "wanted"_a, "parts"_a, "width"_a, "slots"_a, "fresh"_a)
+      .def("unpin", [](SlotTable& self, uintptr_t pages, int count) { self.unpin(at<int64_t>(pages), count); }, "pages"_a,
+           "count"_a)
+      .def("drop", [](SlotTable& self, uintptr_t pages, int count) { return self.drop(at<int64_t>(pages), count); },
+           "pages"_a, "count"_a)
+      .def("slots_of", [](const SlotTable& self, uintptr_t pages, int count, uintptr_t slots) {
+        return self.slots_of(at<int64_t>(pages), count, at<int32_t>(slots));
+      }, "pages"_a, "count"_a, "slots"_a)
+      .def("pages", &SlotTable::pages)
+      .def("contradiction", &SlotTable::contradiction)
+      .def_prop_ro("evictions", &SlotTable::evictions)
+      .def_prop_ro("resident", &SlotTable::resident)
+      .def_prop_ro("pinned", &SlotTable::pinned);
+
   nb::class_<Stats>(m, "Stats")
       .def_ro("calls", &Stats::calls)
       .def_ro("items", &Stats::items)
@@ -208,6 +238,12 @@ NB_MODULE(_native, m) {
       .def("order_candidates", [](Engine& self, const Selection& selection, int rows, uintptr_t retained_lse) {
         return self.order_candidates(selection, rows, at<float>(retained_lse));
       }, "selection"_a, "rows"_a, "retained_lse"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("describe_orders", [](const Engine& self, uintptr_t sizes) {
+        self.describe_orders(at<Engine::OrderSizes>(sizes));
+      }, "sizes"_a)
+      .def("copy_orders", [](const Engine& self, uintptr_t pages, uintptr_t unread) {
+        self.copy_orders(at<int64_t>(pages), at<float>(unread));
+      }, "pages"_a, "unread"_a)
       .def("begin_hgca_row", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t block_table, HgcaLayer& layer,
                                 int slot, int seq_len) {
         return self.begin_hgca_row({at<char>(kv), block_stride, at<int32_t>(block_table)}, layer, slot, seq_len);
@@ -242,8 +278,5 @@ NB_MODULE(_native, m) {
       .def("last_plan", &Engine::last_plan, "request"_a, "kv_head"_a)
       .def("last_features", &Engine::last_features, "request"_a, "kv_head"_a)
       .def("last_budgets", &Engine::last_budgets, "request"_a, "kv_head"_a)
-      .def("last_unread", &Engine::last_unread, "request"_a, "kv_head"_a)
-      .def("last_share", &Engine::last_share, "request"_a, "kv_head"_a)
-      .def("last_scored", &Engine::last_scored, "request"_a, "kv_head"_a)
-      .def("last_unread_after", &Engine::last_unread_after, "request"_a, "kv_head"_a);
+      .def("last_unread", &Engine::last_unread, "request"_a, "kv_head"_a);
 }

@@ -59,6 +59,7 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
       item.retained.clear();
       item.unread.clear();
       item.unread_after.clear();
+      item.expected = 0;
       item.fine_parts = 0;
       if (ranked) set_ranked(item);
       item.open = progressive;

@@ -145,10 +145,22 @@ class Engine {
   // The page policies' decode rows where a device attends (page_tasks.cpp): the batch has decode rows alone, whose keys and values
   // are stored. First the scores of all candidates; they stay until the next call that is not one of the parts above.
   void score_candidates(const LayerCall& call, const Batch& batch, const Selection& selection);
-  // Then what each group may read, best first: last_plan(), last_share(), last_unread_after(). Nothing where the retained set is
-  // estimated to be enough; a group that needs no scores reads everything. retained_lse [rows][q_heads]. Nothing is counted. False,
-  // and nothing is done, where other rows were scored last.
+  // Then what each group may read, best first: describe_orders(), copy_orders(). Nothing where the retained set is estimated to be
+  // enough; a group that needs no scores reads everything. retained_lse [rows][q_heads]. Nothing is counted. False, and nothing
+  // is done, where other rows were scored last.
   bool order_candidates(const Selection& selection, int rows, const float* retained_lse);
+  struct OrderSizes {  // of one group
+    int32_t pages;     // that it may read
+    int32_t scored;    // candidates whose summaries were scored
+    int32_t expected;  // of `pages` the first, by whole microbatches, that are enough if the estimates hold, or all; 0: not asked
+    int32_t unread;    // numbers of copy_orders()
+    float share;       // P_acc before any candidate is read; 1 where nothing is estimated
+  };
+  // [rows][kv_heads] of the rows ordered last.
+  void describe_orders(OrderSizes* sizes) const;
+  // One group behind the other its pages in the order of reading, and what the candidates left unread after each microbatch are
+  // estimated to weigh, [microbatches][group] logarithms, nothing where that is not asked for.
+  void copy_orders(int64_t* pages, float* unread) const;
   // HGCA's decode rows where a device attends the dense window (hgca_tasks.cpp). They count nothing.
   // What leaves the window of a row is judged; false, and nothing is done, where the state is not for the tokens before it.
   bool begin_hgca_row(const RequestPages& of, HgcaLayer& layer, int slot, int seq_len);
@@ -179,11 +191,6 @@ class Engine {
   std::vector<int32_t> last_budgets(int request, int kv_head) const;
   // Likewise what the codes of the blocks left out are estimated to weigh, [group] logarithms; empty where nothing is estimated.
   std::vector<float> last_unread(int request, int kv_head) const;
-  // After order_candidates(): P_acc before any candidate is read, 1 where nothing is estimated; and what the candidates left
-  // unread after each microbatch are estimated to weigh, [microbatches][group] logarithms, empty where that is not asked for.
-  float last_share(int request, int kv_head) const;
-  int last_scored(int request, int kv_head) const;  // candidates whose summaries were scored
-  std::vector<float> last_unread_after(int request, int kv_head) const;
 
  private:
   struct RowBlock {  // exact rows: query tokens of one request against one KV head
@@ -225,6 +232,7 @@ class Engine {
     std::vector<float> estimated_lse;  // [group] of all candidates; with an anchor of those that `order` leaves out
     std::vector<double> unread;        // [group] share of that estimate which `order` leaves out; empty: unknown
     std::vector<float> unread_after;   // [microbatches][group] log weight that `order` leaves out after each
+    int expected;                      // pages of `order`, by whole microbatches, that are enough by estimate; 0: unknown
     FluxionRequest* anchor;            // Fluxion's state of the request; null: the row reads what the selection says
     int first_row;                     // anchor: of head_features_ and what goes with them
     int granularity;                   // anchor: tokens of a logical block, 0 where all heads stream
@@ -303,6 +311,7 @@ class Engine {
   void rank_item(Item& item, int index, const Selection& selection);
   void order_item(Item& item, const Selection& selection, const float* retained_lse);
   void list_unread(Item& item, int microbatch_pages);
+  void expect(Item& item, const Selection& selection, const float* retained_lse);
   void share_round(int open, const Selection& selection);
   void add_round_spans(int index, const Selection& selection, int& next_state);
   void end_round(const LayerCall& call, const Selection& selection, int index);

@@ -43,6 +43,24 @@ void Engine::order_item(Item& item, const Selection& selection, const float* ret
   item.rank.build(kernels_, grouped, item.candidate_end - item.candidate_begin, item.candidate_begin);
   item.rank.next(item.budget, item.order);
   if (estimates || (weighs && selection.attributed > 0.0f)) list_unread(item, selection.microbatch_pages);
+  if (estimates) expect(item, selection, retained_lse);
+}
+
+// How much of the order is enough if every page weighs what it is estimated to.
+void Engine::expect(Item& item, const Selection& selection, const float* retained_lse) {
+  const int group = geometry_.group();
+  const auto is_enough = [&](int microbatch) {
+    for (int g = 0; g < group; ++g) {
+      const double all = log_add(retained_lse[g], item.estimated_lse[g]);
+      const double unread = std::exp(item.unread_after[int64_t{microbatch} * group + g] - all);
+      if (!(1.0 - unread > selection.threshold)) return false;
+    }
+    return true;
+  };
+  const int ordered = static_cast<int>(item.order.size());
+  int microbatch = 0;
+  while ((microbatch + 1) * selection.microbatch_pages < ordered && !is_enough(microbatch)) ++microbatch;
+  item.expected = std::min(ordered, (microbatch + 1) * selection.microbatch_pages);
 }
 
 // What is estimated of the candidates that a prefix of the order leaves unread, from the last microbatch to the first.
@@ -72,19 +90,24 @@ void Engine::list_unread(Item& item, int microbatch_pages) {
   }
 }
 
-float Engine::last_share(int request, int kv_head) const {
-  const Item* item = find_item(request, kv_head);
-  return item ? item->kept : 1.0f;
+void Engine::describe_orders(OrderSizes* sizes) const {
+  for (int i = 0; i < item_count_; ++i) {
+    const Item& item = items_[i];
+    const int candidates = item.candidate_end - item.candidate_begin;
+    sizes[i] = {item.ranked ? static_cast<int32_t>(item.order.size()) : candidates, item.ranked ? candidates : 0, item.expected,
+                static_cast<int32_t>(item.unread_after.size()), item.kept};
+  }
 }
 
-int Engine::last_scored(int request, int kv_head) const {
-  const Item* item = find_item(request, kv_head);
-  return item && item->ranked ? item->candidate_end - item->candidate_begin : 0;
-}
-
-std::vector<float> Engine::last_unread_after(int request, int kv_head) const {
-  const Item* item = find_item(request, kv_head);
-  return item ? item->unread_after : std::vector<float>();
+void Engine::copy_orders(int64_t* pages, float* unread) const {
+  for (int i = 0; i < item_count_; ++i) {
+    const Item& item = items_[i];
+    if (item.ranked)
+      pages = std::copy(item.order.begin(), item.order.end(), pages);
+    else
+      for (int page = item.candidate_begin; page < item.candidate_end; ++page) *pages++ = page;
+    unread = std::copy(item.unread_after.begin(), item.unread_after.end(), unread);
+  }
 }
 
 }  // namespace hybrid_sparse

@@ -71,7 +71,7 @@ class HybridSparseConfig:
             default=16,
             values="1 to 1024",
             allows=lambda value: 1 <= value <= 1024,
-            meaning="pages read between two looks at the threshold (PSA's m); where the rest is estimated, on the CPU, "
+            meaning="pages read between two looks at the threshold (PSA's m); where the rest is estimated, "
             "the steps in which a round of reading grows",
             unit="pages",
             policies=("progressive",),

@@ -175,14 +175,6 @@ class SalienceSpec:
             raise ConfigError(f"alpha={self.alpha}: must be in (0, 1]")
 
 
-class PageKey(NamedTuple):
-    """A page of the host store. What it holds changes through writes only, whichever requests share it."""
-
-    layer: int
-    kv_head: int
-    page: int  # block id * pages of a block + page in the block: the slot of a token in vLLM's slot mapping // 16
-
-
 class GroupKey(NamedTuple):
     """The query heads that share one KV head, in one decode row of a step: the unit of a device's or host's task."""
 
@@ -192,10 +184,10 @@ class GroupKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTask:
-    """The candidate pages that one group of one decode row may read, in the order of reading."""
+    """What one group of one decode row may read of its candidates."""
 
     group: GroupKey
-    pages: tuple[int, ...]  # of the request, 0 its first
+    pages: int
     missing: int = 0  # of them, those that the device does not hold
     scored: int = 0  # candidates whose summaries were scored
 
@@ -205,7 +197,7 @@ class GroupTask:
 
         A summary counts for the sixteenth of a page, Quest's bounds being two vectors where a page is 32.
         """
-        return self.scored / PAGE_TOKENS + len(self.pages)
+        return self.scored / PAGE_TOKENS + self.pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from benchmarks.report import markdown_table, save
 from benchmarks.tiers.traces import Trace, layer_pages, model_and_tokens, record_windows, replay
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.memory.device_pool import PoolShape
-from vllm_hybrid_sparse.policy.eviction import EVICTIONS
+from vllm_hybrid_sparse.memory.slot_table import EVICTIONS
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 POLICIES: dict[str, dict[str, Any]] = {

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -14,7 +15,7 @@ from vllm_hybrid_sparse.cli.smollm2 import model_dir
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
-from vllm_hybrid_sparse.values import PageKey
+from vllm_hybrid_sparse.memory.page_keys import page_numbers
 
 Trace = list[list[list[list[int]]]]
 """[steps][layers][kv_heads][pages]: pages of one request in the order of reading, the retained set first."""
@@ -93,10 +94,14 @@ def read_pages(
     wanted = found = 0
     for head, pages in enumerate(heads):
         for first in range(0, len(pages), microbatch_pages):
-            keys = [PageKey(layer, head, first_page + page) for page in pages[first : first + microbatch_pages]]
-            found += len(keys) - len(pool.take(keys).missing)
-            wanted += len(keys)
-            pool.release(keys)
+            listed = np.array(pages[first : first + microbatch_pages], dtype=np.int64)
+            numbers = page_numbers(layer, head, first_page + listed)
+            taken = pool.take(numbers[None], np.ones(1, dtype=np.bool_))
+            for error in taken.refused.values():
+                raise error
+            found += int((~taken.fresh).sum())
+            wanted += len(numbers)
+            pool.release(numbers)
     return wanted, found
 
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,10 +13,11 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.glue.bare_worker import bare_worker
+from tests.memory.pages import named
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.memory.page_keys import page_numbers
 from vllm_hybrid_sparse.runtime.host import HostRuntime
-from vllm_hybrid_sparse.values import PageKey
 
 KV_HEADS, BLOCKS, LAYERS = 2, 6, 2
 
@@ -47,17 +49,17 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     caches = torch.zeros(LAYERS, BLOCKS, KV_HEADS * kernel.layout.head_block_bytes, dtype=torch.uint8)
     runtime.open_device(list(caches), [kernel, kernel])
     assert runtime.device_tier is not None
-    keys = [PageKey(layer, head, page) for layer in range(LAYERS) for head in range(KV_HEADS) for page in range(12)]
-    runtime.device_tier.pool.take(keys)
-    runtime.device_tier.pool.release(keys)
+    heads, pages = np.arange(KV_HEADS)[:, None], np.arange(12)
+    held = np.stack([page_numbers(layer, heads, pages).ravel() for layer in range(LAYERS)])
+    runtime.device_tier.pool.take(held, np.ones(LAYERS, dtype=np.bool_))
+    runtime.device_tier.pool.release(held)
     yield made
     runtime.close()
 
 
 def resident(worker: Any) -> set[int]:
     """Blocks of which every page is in the pool; of the others none may be."""
-    tables = worker._runtime.device_tier.pool._tables
-    keys = [key for table in tables for key in table]
+    keys = named(worker._runtime.device_tier.pool._table.pages())
     counts = {block: sum(key.page // 2 == block for key in keys) for block in range(BLOCKS)}
     assert set(counts.values()) <= {0, 2 * KV_HEADS * LAYERS}
     return {block for block, count in counts.items() if count}

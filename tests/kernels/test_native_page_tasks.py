@@ -8,7 +8,7 @@ from tests.kernels.served_layer import ServedLayer, Shape
 from tests.tolerances import SCORE_TIE, THRESHOLD_TIE
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import attend_pages, score_pages
-from vllm_hybrid_sparse.kernels.paged_attention.native import native_selection
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch, native_selection, stored_batch
 from vllm_hybrid_sparse.kernels.paged_attention.page_tasks import OrderedPages, order_candidates, score_candidates
 from vllm_hybrid_sparse.kernels.score.reference import log_unread_after
 from vllm_hybrid_sparse.policy.selectors import SpecSelector, group_scores
@@ -49,9 +49,12 @@ class Rows:
         self.tables = [torch.tensor(request.blocks, dtype=torch.int32) for request in self.requests]
         self.retained_lse = log_weight + torch.rand(self.query.shape[:2], generator=self.layer.generator)
 
+    def batch(self) -> NativeBatch:
+        return stored_batch([1] * len(LENGTHS), LENGTHS, self.tables, [-1] * len(LENGTHS), decode=True)
+
     def ordered(self, selection: SelectionSpec) -> dict[GroupKey, OrderedPages]:
         native, attention = native_selection(selection, RETAINED), self.layer.attention
-        score_candidates(attention, native, self.layer.kv_cache, self.query, LENGTHS, self.tables)
+        score_candidates(attention, native, self.layer.kv_cache, self.query, self.batch())
         return order_candidates(attention, native, self.retained_lse)
 
     def scores(self, group: GroupKey) -> np.ndarray:
@@ -68,20 +71,21 @@ def check_group(rows: Rows, selection: SelectionSpec, group: GroupKey, ordered: 
     limited = selection.budget_ratio < 1 or selection.max_pages is not None
     all_fit = limited and selection.threshold == 1 and selection.budget_pages(end - first) == end - first
     if not selection.ranked or first == end or all_fit:  # nothing to choose
-        assert ordered == OrderedPages(tuple(range(first, end)), 0, 1.0, None)
+        assert ordered.pages.tolist() == list(range(first, end))
+        assert ordered[1:] == (0, 0, 1.0, None)
         return
     scores = rows.scores(group)
     heads = slice(group.kv_head * len(scores), (group.kv_head + 1) * len(scores))
     retained = rows.retained_lse[group.row, heads].double().numpy()
     expected = SpecSelector(selection).order(scores, retained if weighs else None)
-    pages = np.array(ordered.pages, dtype=np.int64) - first
+    pages = ordered.pages - first
     assert ordered.scored == end - first
     if selection.estimated_remainder:
         odds = np.logaddexp.reduce(scores, axis=1) - retained
         share = (1 / (1 + np.exp(odds))).min()
         assert ordered.share == pytest.approx(share, abs=THRESHOLD_TIE)
         if share > selection.threshold:
-            assert not ordered.pages
+            assert not len(ordered.pages)
             return
     else:
         assert ordered.share == 1.0
@@ -90,10 +94,26 @@ def check_group(rows: Rows, selection: SelectionSpec, group: GroupKey, ordered: 
     np.testing.assert_allclose(best[pages], best[expected], rtol=0, atol=SCORE_TIE)
     if selection.estimated_remainder or (weighs and selection.attributed):
         assert ordered.log_unread is not None
+        check_expected(selection, retained, scores, ordered)
         rest = log_unread_after(scores, pages, selection.microbatch_pages)
         np.testing.assert_allclose(ordered.log_unread, rest, rtol=0, atol=SCORE_TIE)
     else:
         assert ordered.log_unread is None
+        assert ordered.expected == 0
+
+
+def check_expected(selection: SelectionSpec, retained: np.ndarray, scores: np.ndarray, ordered: OrderedPages) -> None:
+    """The first pages are enough if the estimates hold, and a microbatch less is not; all, where nothing is."""
+    if not selection.estimated_remainder:
+        assert ordered.expected == 0
+        return
+    assert ordered.log_unread is not None
+    whole = np.logaddexp(retained, np.logaddexp.reduce(scores, axis=1))
+    kept = 1 - np.exp(ordered.log_unread - whole).max(axis=1)
+    looked = -(-ordered.expected // selection.microbatch_pages) - 1
+    assert ordered.expected in (len(ordered.pages), (looked + 1) * selection.microbatch_pages)
+    assert ordered.expected == len(ordered.pages) or kept[looked] > selection.threshold - THRESHOLD_TIE
+    assert looked == 0 or kept[looked - 1] <= selection.threshold + THRESHOLD_TIE
 
 
 @pytest.mark.parametrize(("group", "threads"), [(1, 3), (3, 1)])
@@ -108,7 +128,7 @@ def test_groups_read_what_the_selectors_say(
     for of_group, pages in ordered.items():
         check_group(rows, selection, of_group, pages)
     if selection.estimated_remainder:
-        reading = {bool(ordered[GroupKey(row, 0)].pages) for row in (0, 2)}  # the rows with many candidates
+        reading = {len(ordered[GroupKey(row, 0)].pages) > 0 for row in (0, 2)}  # the rows with many candidates
         assert reading == {log_weight < 60}
 
 
@@ -118,11 +138,11 @@ def test_groups_may_attend_between_the_two_calls() -> None:
     selection, attention = SELECTIONS["estimated"], rows.layer.attention
     expected = rows.ordered(selection)
     native = native_selection(selection, RETAINED)
-    score_candidates(attention, native, rows.layer.kv_cache, rows.query, LENGTHS, rows.tables)
+    score_candidates(attention, native, rows.layer.kv_cache, rows.query, rows.batch())
     pages = torch.arange(200, dtype=torch.int32)
     attend_pages(attention, rows.query[2, 2:], rows.layer.kv_cache, rows.tables[2], 1, pages, LENGTHS[2])
     found = order_candidates(attention, native, rows.retained_lse)
-    assert [one.pages for one in found.values()] == [one.pages for one in expected.values()]
+    assert [one.pages.tolist() for one in found.values()] == [one.pages.tolist() for one in expected.values()]
 
 
 def test_wrong_tensors_are_refused() -> None:
@@ -130,8 +150,8 @@ def test_wrong_tensors_are_refused() -> None:
     native = native_selection(SELECTIONS["topk"], RETAINED)
     attention, kv_cache = rows.layer.attention, rows.layer.kv_cache
     with pytest.raises(KernelError, match=r"query=\(4, 4, 64\) torch.float16: must be contiguous \[4, 4, 64\] of"):
-        score_candidates(attention, native, kv_cache, rows.query.half(), LENGTHS, rows.tables)
-    score_candidates(attention, native, kv_cache, rows.query, LENGTHS, rows.tables)
+        score_candidates(attention, native, kv_cache, rows.query.half(), rows.batch())
+    score_candidates(attention, native, kv_cache, rows.query, rows.batch())
     with pytest.raises(KernelError, match=r"retained_lse=\(4, 4\) torch.float64: must be contiguous \[4, 4\]"):
         order_candidates(attention, native, rows.retained_lse.double())
     with pytest.raises(KernelError, match=r"retained_lse=\(3, 4\): must be of the rows scored last"):

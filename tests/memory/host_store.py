@@ -5,7 +5,8 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.layout import BlockLayout
-from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
+from vllm_hybrid_sparse.memory.page_keys import PageKey
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 HEAD_DIM = 16
 

@@ -1,15 +1,19 @@
 """The pool that kernels fill, interpreted, through the loader: what it holds is what the host store holds."""
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 
 from tests.kernels.device.interpreter import interprets, mend_interpreter
 from tests.memory.host_store import HEAD_DIM, Store
+from tests.memory.pages import none_of, numbered, side_by_side
 from vllm_hybrid_sparse.memory.cuda_pool import CudaPool
 from vllm_hybrid_sparse.memory.device_pool import PoolShape
+from vllm_hybrid_sparse.memory.page_keys import PageKey
 from vllm_hybrid_sparse.memory.queues import open_queue
 from vllm_hybrid_sparse.memory.transfers import Load, Loader
-from vllm_hybrid_sparse.values import PageKey
 
 CPU = torch.device("cpu")
 
@@ -38,7 +42,9 @@ def test_pages_of_any_layer_and_head_come_to_their_slots(pages_per_block: int) -
     loader = Loader(pool)
     for layer in (0, 1):
         keys = [PageKey(layer, head, page) for head, page in ((0, 5), (1, 0), (1, 3), (0, 0))]
-        loaded = loader.load(Load(source=store.sources[layer], parts=[keys], unwanted=lambda _: False)).result(10)
+        pages = side_by_side([keys])
+        made = Load(source=store.sources[layer], pages=pages, unwanted=partial(none_of, pages))
+        loaded = loader.load(made).result(10)
         assert loaded.ready is not None
         loaded.ready.wait()
         for key, slot in zip(keys, loaded.slots[0], strict=True):
@@ -55,9 +61,10 @@ def test_a_token_is_written_into_the_slot_of_its_page() -> None:
     pool = make_pool(store, 4)
     loader = Loader(pool)
     keys = [PageKey(0, 1, 2), PageKey(0, 0, 2)]
-    loaded = loader.load(Load(source=store.sources[0], parts=[keys], unwanted=lambda _: False)).result(10)
+    pages = side_by_side([keys])
+    loaded = loader.load(Load(source=store.sources[0], pages=pages, unwanted=lambda: none_of(pages))).result(10)
     token = torch.tensor([50.0, 60.0])[:, None].expand(2, HEAD_DIM)
-    assert loader.append(keys, [7, 3], token, token + 1).result(10) == 2
+    assert loader.append(numbered(keys), np.array([7, 3]), token, token + 1).result(10) == 2
     first, second = loaded.slots[0]
     assert pool.key[first, 7].eq(50).all()
     assert pool.value[second, 3].eq(61).all()
@@ -67,7 +74,7 @@ def test_a_token_is_written_into_the_slot_of_its_page() -> None:
 
 def test_whole_slots_can_be_put() -> None:
     pool = make_pool(Store(), 3)
-    pool.put([2, 0], torch.ones(2, 16, HEAD_DIM), torch.full((2, 16, HEAD_DIM), 2.0))
+    pool.put(np.array([2, 0], dtype=np.int32), torch.ones(2, 16, HEAD_DIM), torch.full((2, 16, HEAD_DIM), 2.0))
     assert pool.key[[0, 2]].eq(1).all()
     assert pool.value[[0, 2]].eq(2).all()
     assert pool.key[1].isnan().all()

@@ -5,10 +5,11 @@ import itertools
 import pytest
 import torch
 
+from tests.memory.pages import numbered
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.layout import TORCH_DTYPES, BlockLayout
-from vllm_hybrid_sparse.values import PageKey
+from vllm_hybrid_sparse.memory.page_keys import PageKey
 
 KV_HEADS = 3
 
@@ -27,12 +28,12 @@ def test_every_page_is_what_was_packed(dtype: str, block_tokens: int, summary: s
     of_block = block_tokens // 16
     assert (pages.num_kv_heads, pages.pages_per_block, pages.num_pages) == (KV_HEADS, of_block, 4 * of_block)
     keys = [PageKey(0, head, page) for head, page in itertools.product((2, 0, 1), reversed(range(4 * of_block)))]
-    read_key, read_value = pages.read(keys)
+    read_key, read_value = pages.read(numbered(keys))
     for index, (_, head, page) in enumerate(keys):
         block, tokens = page // of_block, slice(page % of_block * 16, page % of_block * 16 + 16)
         assert torch.equal(read_key[index], key[block, tokens, head])
         assert torch.equal(read_value[index], value[block, tokens, head])
-    assert pages.read([])[0].shape == (0, 16, 48)
+    assert pages.read(numbered([]))[0].shape == (0, 16, 48)
 
 
 def test_a_row_that_holds_no_block_is_refused() -> None:

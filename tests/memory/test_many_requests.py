@@ -4,14 +4,18 @@ import random
 import threading
 from collections import deque
 from concurrent.futures import Future
+from functools import partial
 
+import numpy as np
 import torch
 
 from tests.memory.host_store import HEAD_DIM, Store
+from tests.memory.pages import numbered, side_by_side
 from vllm_hybrid_sparse.memory import transfers
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
+from vllm_hybrid_sparse.memory.page_keys import PageKey
 from vllm_hybrid_sparse.memory.transfers import Load, Loaded, Loader
-from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 REQUESTS = 10_000
 BLOCKS = 64
@@ -33,7 +37,7 @@ class Traffic:
     def start(self) -> None:
         """Prefill: blocks in some order of their own, written and dropped from the pool."""
         blocks = [self.free.popleft() for _ in range(self.rng.randint(1, 12))]
-        self.loader.forget([PageKey(layer, 0, block) for layer in range(2) for block in blocks])
+        self.loader.forget(numbered([PageKey(layer, 0, block) for layer in range(2) for block in blocks]))
         self.running.append(blocks)
         self.started += 1
 
@@ -44,12 +48,14 @@ class Traffic:
             for blocks in self.running:
                 token = torch.zeros(1, HEAD_DIM)
                 place = self.rng.randrange(PAGE_TOKENS)
-                self.loader.append([PageKey(layer, 0, blocks[-1])], [place], token, token)
+                self.loader.append(numbered([PageKey(layer, 0, blocks[-1])]), np.array([place]), token, token)
                 for first in range(0, len(blocks), 4):
-                    part = [PageKey(layer, 0, block) for block in blocks[first : first + 4]]
-                    stop = self.rng.random() < 0.3
-                    self.stopped += stop
-                    load = Load(source=self.store.sources[layer], parts=[part], unwanted=lambda _, stop=stop: stop)
+                    pages = [PageKey(layer, 0, block) for block in blocks[first : first + 4]]
+                    stop = np.array([self.rng.random() < 0.3])
+                    self.stopped += int(stop[0])
+                    load = Load(
+                        source=self.store.sources[layer], pages=side_by_side([pages]), unwanted=partial(np.copy, stop)
+                    )
                     if len(flying) == 2:
                         self.land(flying.pop(0))
                     flying.append(self.loader.load(load))
@@ -80,11 +86,11 @@ def test_ten_thousand_requests_leave_no_slot_page_pin_or_thread() -> None:
         traffic.leave()
         steps += 1
         if steps % 100 == 0:
-            traffic.loader.missing([]).result(timeout=30)
+            traffic.loader.settled().result(timeout=30)
             traffic.loader.pool.check_integrity()
             assert traffic.loader.pool.pinned_pages == 0
     pool = traffic.loader.pool
-    traffic.loader.forget([PageKey(layer, 0, block) for layer in range(2) for block in range(BLOCKS)])
+    traffic.loader.forget(numbered([PageKey(layer, 0, block) for layer in range(2) for block in range(BLOCKS)]))
     traffic.loader.close()
     pool.check_integrity()
     assert (pool.resident_pages, pool.pinned_pages) == (0, 0)

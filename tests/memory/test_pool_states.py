@@ -2,15 +2,18 @@
 
 from concurrent.futures import Future
 
+import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.memory.host_store import HEAD_DIM, Store
+from tests.memory.pages import numbered, side_by_side
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
+from vllm_hybrid_sparse.memory.page_keys import PageKey
 from vllm_hybrid_sparse.memory.transfers import Load, Loaded, Loader
-from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 LAYERS, KV_HEADS, BLOCKS = 2, 2, 10
 
@@ -56,7 +59,7 @@ class PoolStates(RuleBasedStateMachine):
         for parts, future in self.flying:
             loaded = future.result(timeout=10)
             for part, keys in enumerate(parts):
-                assert not loaded.slots[part] or len(loaded.slots[part]) == len(keys)
+                assert (loaded.slots[part] >= 0).sum() in (0, len(keys))
             self.loader.release(loaded)
         self.flying.clear()
 
@@ -72,7 +75,7 @@ class PoolStates(RuleBasedStateMachine):
         blocks = [self.free.pop(0) for _ in range(-(-tokens // PAGE_TOKENS))]
         for position in range(tokens):
             self.write(blocks[position // PAGE_TOKENS], position % PAGE_TOKENS)
-        self.loader.forget([key for block in blocks for key in self.heads(block)])
+        self.loader.forget(numbered([key for block in blocks for key in self.heads(block)]))
         self.users.update(dict.fromkeys(blocks, 1))
         self.requests.append((blocks, tokens))
 
@@ -100,7 +103,7 @@ class PoolStates(RuleBasedStateMachine):
             self.users[blocks[-1]] = 1
         block, offset = blocks[tokens // PAGE_TOKENS], tokens % PAGE_TOKENS
         numbers = torch.tensor(self.write(block, offset))[:, None].expand(-1, HEAD_DIM)
-        self.loader.append(self.heads(block), [offset] * len(numbers), numbers, numbers)
+        self.loader.append(numbered(self.heads(block)), np.full(len(numbers), offset), numbers, numbers)
         self.requests[self.requests.index(request)] = (blocks, tokens + 1)
 
     @precondition(lambda self: self.requests)
@@ -128,18 +131,19 @@ class PoolStates(RuleBasedStateMachine):
             blocks = self.chosen(data)[0]
             part = data.draw(st.lists(st.sampled_from(blocks), min_size=1, unique=True))
             parts.append([PageKey(layer, head, block) for block in part])
-        wanted = data.draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts)))
-        load = Load(source=self.store.sources[layer], parts=parts, unwanted=lambda part: not wanted[part])
+        unwanted = np.array(data.draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts))))
+        load = Load(source=self.store.sources[layer], pages=side_by_side(parts), unwanted=lambda: unwanted)
         self.flying.append((parts, self.loader.load(load)))
 
     @invariant()
     def nothing_is_stale_or_lost(self) -> None:
         if not hasattr(self, "loader"):
             return
-        self.loader.missing([]).result(timeout=10)  # the loader has done all that it was asked for
+        self.loader.settled().result(timeout=10)  # the loader has done all that it was asked for
         self.pool.check_integrity()
-        keys = {key for key, _ in self.truth}
-        resident = {key: slot for key in keys if (slot := self.pool.slots_of([key])[0]) >= 0}
+        keys = list({key for key, _ in self.truth})
+        slots = self.pool.slots_of(numbered(keys)).tolist()
+        resident = {key: slot for key, slot in zip(keys, slots, strict=True) if slot >= 0}
         for (key, offset), number in self.truth.items():
             if key in resident:
                 assert self.pool.key[resident[key], offset].eq(number).all(), f"{key} token {offset} is stale"
@@ -148,7 +152,7 @@ class PoolStates(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "loader"):
             self.settle()
-            self.loader.missing([]).result(timeout=10)
+            self.loader.settled().result(timeout=10)
             assert self.pool.pinned_pages == 0
             self.loader.close()
 

@@ -5,9 +5,9 @@ import torch
 
 from tests.kernels.device.interpreter import interprets, mend_interpreter
 from tests.memory.host_store import HEAD_DIM, Store
+from vllm_hybrid_sparse.memory.page_keys import page_numbers
 from vllm_hybrid_sparse.memory.queues import open_queue
 from vllm_hybrid_sparse.memory.write_through import WriteThrough
-from vllm_hybrid_sparse.values import PageKey
 
 PAGES = [9, 2, 7, 0, 5]  # of the store, those of the request
 
@@ -34,12 +34,12 @@ def test_every_token_lies_where_it_belongs(chunks: tuple[int, ...]) -> None:
         stored += tokens
     whole = -(-stored // 16)
     for head in range(store.kv_heads):
-        key, value = store.sources[0].read([PageKey(0, head, page) for page in PAGES[:whole]])
+        key, value = store.sources[0].read(page_numbers(0, head, PAGES[:whole]))
         assert torch.equal(key.flatten(0, 1)[:stored], content[0, :, head])
         assert torch.equal(value.flatten(0, 1)[:stored], content[1, :, head])
         assert key.flatten(0, 1)[stored:].isnan().all()
         others = [page for page in range(10) if page not in PAGES[:whole]]
-        assert all(part.isnan().all() for part in store.sources[0].read([PageKey(0, head, page) for page in others]))
+        assert all(part.isnan().all() for part in store.sources[0].read(page_numbers(0, head, others)))
 
 
 def test_blocks_are_named_once_their_pages_are_full() -> None:

@@ -200,7 +200,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     def watched_put(self: Any, places: Any, *given: Any) -> None:
         with self.queue.launching():
-            machine.launch("put_tokens", [], slots(self.key, torch.tensor(places)))
+            machine.launch("put_tokens", [], slots(self.key, places))
         put_tokens(self, places, *given)
 
     monkeypatch.setattr(cuda_pool.CudaPool, "put_tokens", watched_put)

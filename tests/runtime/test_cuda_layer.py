@@ -11,6 +11,7 @@ import torch
 
 from tests.kernels.served_layer import Request, Shape
 from tests.kernels.step_checks import check_step
+from tests.runtime.broken_pages import break_pages
 from tests.runtime.test_step import EXACT, POLICIES, SMALL, serve, smallest_pool
 from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.runtime import prefill
@@ -109,14 +110,7 @@ def test_what_cannot_be_loaded_is_attended_where_it_lies(monkeypatch: pytest.Mon
         request, other = model.start(), model.start()
         model.step([(request, 150)], decode=False)
         model.step([(other, 150)], decode=False)
-        failing = model.tier.pool.fill
-
-        def fill(slots: Any, source: Any, keys: Any) -> None:
-            if any(key.page == 2 * request[0].blocks[0] and key.kv_head == 0 for key in keys):
-                raise OSError("uncorrectable memory error")
-            failing(slots, source, keys)
-
-        monkeypatch.setattr(model.tier.pool, "fill", fill)
+        break_pages(model, {(0, 2 * request[0].blocks[0])}, monkeypatch)
         (step,) = model.step([(request, 1), (other, 1)])
         check_step(model.layers[0], step)
         assert model.tier.take_stats().failed_loads == 1

@@ -12,12 +12,13 @@ import torch
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 from vllm_hybrid_sparse.memory.device_pool import PoolShape
+from vllm_hybrid_sparse.memory.page_keys import page_numbers
 from vllm_hybrid_sparse.memory.transfers import Loaded
 from vllm_hybrid_sparse.runtime.device import RowStates
 from vllm_hybrid_sparse.runtime.emulated import attend_slots
-from vllm_hybrid_sparse.runtime.readings import Reading
+from vllm_hybrid_sparse.runtime.readings import Reading, ReadingWave
 from vllm_hybrid_sparse.runtime.tiers import open_device
-from vllm_hybrid_sparse.values import GroupKey, PageKey
+from vllm_hybrid_sparse.values import GroupKey
 
 HEAD_DIM = 32
 
@@ -68,7 +69,7 @@ class Microbatches:
         self.readings = [
             Reading(
                 group=group,
-                pages=(0, 1, 2, 3)[: 4 - place],
+                pages=np.arange(4 - place),
                 seq_len=64,
                 microbatch_pages=2,
                 threshold=threshold,
@@ -77,23 +78,24 @@ class Microbatches:
             )
             for place, group in enumerate(self.groups)
         ]
+        self.pages_of = ReadingWave.of(self.readings, room_pages=8)  # for rounds of two pages
         self.begin()
 
     def begin(self) -> None:
         """Hand over the queries as they are now."""
         self.states = self.device.begin(self.query, 2)
-        self.wave = self.device.open_wave(self.states, 0.2, self.readings)
+        self.wave = self.device.open_wave(self.states, 0.2, self.pages_of)
         self.flags = self.wave.flags
 
     def attend(self, index: int) -> tuple[int, ...]:
         """Load and attend one microbatch of both groups; the parts that were read."""
-        loaded = Loaded([[], []])
-        for place, reading in enumerate(self.readings):
-            pages = reading.microbatch(index)
-            keys = [PageKey(0, place, page) for page in pages]
-            loaded.slots[place] = self.pool.take(keys).slots if keys else []
-            content = self.content[place].unflatten(1, (4, 16))[:, list(pages)]
-            self.pool.put(loaded.slots[place], content[0], content[1])
+        loaded = Loaded(np.full((2, 2), -1, dtype=np.int32))
+        for place in range(len(self.readings)):
+            pages = self.pages_of.round_pages(place, index)
+            taken = self.pool.take(page_numbers(0, place, pages)[None], np.ones(1, dtype=np.bool_))
+            loaded.slots[place, : len(pages)] = taken.slots[0]
+            content = self.content[place].unflatten(1, (4, 16))[:, torch.from_numpy(pages)]
+            self.pool.put(taken.slots[0], content[0], content[1])
         future: Future[Loaded] = Future()
         future.set_result(loaded)
         return self.wave.attend(future, index).result(timeout=60).parts

@@ -9,10 +9,9 @@ import torch
 
 from tests.kernels.served_layer import Shape
 from tests.kernels.step_checks import check_step
+from tests.runtime.broken_pages import break_pages
 from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.errors import ConfigError, KernelError, LoadError
-from vllm_hybrid_sparse.memory.host_pages import HostPages
-from vllm_hybrid_sparse.values import PageKey
 
 SMALL = {"sink_tokens": 16, "window_tokens": 32}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -148,6 +147,30 @@ def test_the_stop_ends_loading_early() -> None:
         assert stats.kept_mass > 2 * 0.5
 
 
+def test_what_is_read_whole_is_one_round() -> None:
+    """Of each KV head the retained set, then 20 candidates of more than two microbatches, where the pool has room."""
+    with TieredModel({**SMALL, "policy": "topk", "topk_pages": 40, "device_pool_pages": 1024}) as model:
+        request = model.start()
+        model.step([(request, 1000)], decode=False)
+        (step,) = model.step([(request, 1)])
+        check_step(model.layers[0], step)
+        stats = model.tier.take_stats()
+        assert (stats.microbatches, stats.pages_wanted) == (2 * 2, 2 * (40 + 4))
+
+
+def test_the_first_round_is_what_the_estimates_take_for_enough() -> None:
+    """Flat attention over 59 candidates asks for most of them: 27 microbatches, and few looks."""
+    settings = {**SMALL, "policy": "progressive", "threshold": 0.9, "microbatch_pages": 2, "device_pool_pages": 1024}
+    with TieredModel(settings) as model:
+        request = model.start()
+        model.step([(request, 1000)], decode=False)
+        (step,) = model.step([(request, 1)], sharpness=0.1)
+        check_step(model.layers[0], step)
+        decode = model.tier.take_decode_stats()
+        assert decode.pages_read > 2 * 45
+        assert 2 <= decode.microbatches <= 2 * 3
+
+
 @pytest.mark.parametrize("host_share", ["none", "uniform"])
 @pytest.mark.parametrize(("policy", "looks"), [("psa", 5), ("everything", 0), ("topk", 0)])
 def test_looks_at_the_threshold_are_counted_whoever_attends(policy: str, looks: int, host_share: str) -> None:
@@ -165,18 +188,6 @@ def test_looks_at_the_threshold_are_counted_whoever_attends(policy: str, looks: 
         assert bool(model.tier.take_stats().groups_on_host) == (host_share == "uniform")
 
 
-def fail_on(monkeypatch: pytest.MonkeyPatch, broken: set[tuple[int, int]]) -> None:
-    """Have pages (kv_head, page of the store) fail to be read by the loader."""
-    read = HostPages.read
-
-    def failing(self: HostPages, keys: Sequence[PageKey]) -> Any:
-        if broken & {(key.kv_head, key.page) for key in keys}:
-            raise OSError("uncorrectable memory error")
-        return read(self, keys)
-
-    monkeypatch.setattr(HostPages, "read", failing)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_cannot_be_loaded_is_attended_where_it_lies(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {**SMALL, **POLICIES[policy], "device_pool_pages": 256}
@@ -185,7 +196,7 @@ def test_what_cannot_be_loaded_is_attended_where_it_lies(policy: str, monkeypatc
         model.step([(failed, 300)], decode=False)
         model.step([(sound, 300)], decode=False)
         block = failed[0].blocks[0]
-        fail_on(monkeypatch, {(0, 2 * block), (0, 2 * failed[0].blocks[4])})
+        break_pages(model, {(0, 2 * block), (0, 2 * failed[0].blocks[4])}, monkeypatch)
         for _ in range(2):
             (step,) = model.step([(failed, 1), (sound, 1)])
             if policy in EXACT or policy.startswith("topk"):
@@ -199,7 +210,7 @@ def test_a_failed_load_names_the_request_s_group_and_no_other(monkeypatch: pytes
         failed, sound = model.start(), model.start()
         model.step([(failed, 300)], decode=False)
         model.step([(sound, 300)], decode=False)
-        fail_on(monkeypatch, {(1, 2 * failed[0].blocks[0])})
+        break_pages(model, {(1, 2 * failed[0].blocks[0])}, monkeypatch)
         reported: list[Exception] = []
         monkeypatch.setattr(model.tier, "report_failure", reported.append)
         model.step([(sound, 1), (failed, 1)])

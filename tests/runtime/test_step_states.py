@@ -1,6 +1,5 @@
 """Random lives of requests on two tiers, loads that fail among them: each decoded row attends to its own tokens."""
 
-from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -10,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.kernels.served_layer import Request, Shape
 from tests.kernels.step_checks import check_step
+from tests.memory.pages import named
 from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.memory.host_pages import HostPages
-from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 LAYERS, BLOCKS, BLOCK_TOKENS = 2, 14, 32
 SETTINGS = (
@@ -36,10 +36,10 @@ class StepStates(RuleBasedStateMachine):
         self.broken: set[tuple[int, int]] = set()  # blocks of a layer that the loader cannot read
         read = HostPages.read
 
-        def failing(pages: HostPages, keys: Sequence[PageKey]) -> Any:
-            if self.broken & {(key.layer, key.page * PAGE_TOKENS // BLOCK_TOKENS) for key in keys}:
+        def failing(pages: HostPages, numbers: Any) -> Any:
+            if self.broken & {(key.layer, key.page * PAGE_TOKENS // BLOCK_TOKENS) for key in named(numbers)}:
                 raise OSError("uncorrectable memory error")
-            return read(pages, keys)
+            return read(pages, numbers)
 
         self.loading = patch.object(HostPages, "read", failing)
         self.loading.start()

@@ -132,7 +132,7 @@ class TieredModel:
 
     def settle(self) -> None:
         """Wait for the loader; the pool must be sound and nothing in use."""
-        self.tier.loader.missing([]).result(timeout=10)
+        self.tier.loader.settled().result(timeout=10)
         self.tier.pool.check_integrity()
         assert self.tier.pool.pinned_pages == 0
 

@@ -1,11 +1,9 @@
 """A worker whose loader cannot read one page, for `--worker-cls`: the way of an error through a real server."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.memory.host_pages import HostPages
-from vllm_hybrid_sparse.values import PageKey
 
 REASON = "uncorrectable memory error"
 
@@ -17,12 +15,13 @@ class FailingLoads(HybridSparseCPUWorker):
         """Break the loader once the KV memory is there."""
         super().initialize_from_config(kv_cache_config)
         read = HostPages.read
-        broken: list[PageKey] = []
+        broken: list[int] = []
 
-        def failing(pages: HostPages, keys: Sequence[PageKey]) -> Any:
-            broken.extend(keys[: not broken])
-            if broken[0] in keys:
+        def failing(pages: HostPages, numbers: Any) -> Any:
+            asked = numbers.tolist()
+            broken.extend(asked[: not broken])
+            if broken[0] in asked:
                 raise OSError(REASON)
-            return read(pages, keys)
+            return read(pages, numbers)
 
         HostPages.read = failing  # type: ignore[method-assign]

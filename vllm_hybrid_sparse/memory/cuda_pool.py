@@ -1,15 +1,15 @@
 """The device pool on a GPU: its slots are filled by kernels that read pinned host memory in place."""
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.copy.gpu import load_pages
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
 from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.memory.page_keys import places_of
 from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, upload
-from vllm_hybrid_sparse.values import PageKey
 
 
 class CudaPool(DevicePool):
@@ -23,30 +23,29 @@ class CudaPool(DevicePool):
         super().__init__(shape, queue.device)
         self.queue = queue
 
-    def fill(self, slots: Sequence[int], source: HostPages, keys: Sequence[PageKey]) -> None:
+    def fill(self, slots: NDArray[np.int32], source: HostPages, pages: NDArray[np.int64]) -> None:
         """Gather pages from the host store, which is pinned beside a GPU (PSA, Algorithm 1, line 9)."""
-        heads = torch.tensor([key.kv_head for key in keys], dtype=torch.int64)
-        pages = torch.tensor([key.page for key in keys], dtype=torch.int64)
+        heads, places_in_head = map(torch.from_numpy, places_of(pages))
         with self.queue.launching():
-            offsets = upload(source.offsets(heads, pages), self.queue.device)
-            places = upload(torch.tensor(slots, dtype=torch.int32), self.queue.device)
+            offsets = upload(source.offsets(heads, places_in_head), self.queue.device)
+            places = upload(torch.from_numpy(slots), self.queue.device)
             load_pages(source.elements, offsets, places, self.key, self.value)
 
     def mark(self) -> Mark:
         """See `DevicePool`."""
         return self.queue.mark()
 
-    def put(self, slots: Sequence[int], key: Tensor, value: Tensor) -> None:
+    def put(self, slots: NDArray[np.int32], key: Tensor, value: Tensor) -> None:
         """See `DevicePool`; the tensors lie in CPU memory."""
         with self.queue.launching():
-            index = upload(torch.tensor(slots, dtype=torch.int64), self.queue.device)
+            index = upload(torch.from_numpy(slots).long(), self.queue.device)
             self.key[index] = upload(key, self.queue.device)
             self.value[index] = upload(value, self.queue.device)
 
-    def put_tokens(self, slots: Sequence[int], offsets: Sequence[int], key: Tensor, value: Tensor) -> None:
+    def put_tokens(self, slots: NDArray[np.int32], offsets: NDArray[np.int64], key: Tensor, value: Tensor) -> None:
         """See `DevicePool`; the tensors lie in CPU memory."""
         with self.queue.launching():
-            places = torch.tensor([slots, offsets], dtype=torch.int64)
+            places = torch.from_numpy(np.stack([slots, offsets], dtype=np.int64))
             slot_index, token_index = upload(places, self.queue.device).unbind()
             self.key[slot_index, token_index] = upload(key, self.queue.device)
             self.value[slot_index, token_index] = upload(value, self.queue.device)

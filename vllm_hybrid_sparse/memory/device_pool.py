@@ -1,18 +1,18 @@
 """Device memory as a cache of the host store: one tensor of page slots for all layers (PSA, section 3.4)."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.memory.page_keys import LAYER_SHIFT
 from vllm_hybrid_sparse.memory.queues import Mark
-from vllm_hybrid_sparse.policy.eviction import EVICTIONS, Turns
-from vllm_hybrid_sparse.policy.slot_table import SlotTable, Taken
-from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
+from vllm_hybrid_sparse.memory.slot_table import EVICTIONS, NO_SLOT, SlotTable, Taken
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,93 +43,95 @@ class PoolShape:
 
 
 class DevicePool:
-    """The slots and which pages they hold. Its one writer is the loader's thread (`memory/transfers.py`)."""
+    """The slots and which pages they hold. Its one writer is the loader's thread (`memory/transfers.py`).
+
+    Pages are given as numbers (`memory/page_keys.py`), int64.
+    """
 
     def __init__(self, shape: PoolShape, device: torch.device | None = None) -> None:
         """An empty pool.
 
         device   where the slots lie; None: in CPU memory
         """
-        slots = shape.layer_capacity_pages * (1 if shape.unified else shape.layers)
-        size = (slots, PAGE_TOKENS, shape.head_dim)
+        shares = 1 if shape.unified else shape.layers
+        size = (shape.layer_capacity_pages * shares, PAGE_TOKENS, shape.head_dim)
         self.shape = shape
         self.key = torch.empty(size, dtype=shape.dtype, device=device)  # [slots, 16, head_dim], rows of tokens
         self.value = torch.empty(size, dtype=shape.dtype, device=device)
-        every, turns = shape.layer_capacity_pages, Turns()
-        self._tables = [
-            SlotTable(range(first, first + every), EVICTIONS[shape.eviction](turns)) for first in range(0, slots, every)
-        ]
+        self._table = SlotTable(shares=shares, every=shape.layer_capacity_pages, eviction=shape.eviction)
 
-    def _table(self, layer: int) -> SlotTable:
-        return self._tables[0 if self.shape.unified else layer]
+    def take(self, pages: NDArray[np.int64], wanted: NDArray[np.bool_]) -> Taken:
+        """Give slots to the pages of one layer in some parts, and pin each once for each time that it is named.
 
-    def take(self, keys: Sequence[PageKey]) -> Taken:
-        """Give slots to pages of one layer and pin each, once for each time that it is asked for.
+        The caller fills the slots that are fresh, or drops their pages. A part that does not fit beside what is pinned
+        is refused as a whole.
 
-        The caller fills the slots of those that are missing, or drops these pages. CapacityError, with nothing changed,
-        where not all fit beside what is pinned.
+        pages    [parts, pages]   behind the last of a part NO_PAGE
+        wanted   [parts]          others take nothing
         """
-        return self._table(keys[0].layer).take(keys) if keys else Taken([], [])
+        return self._table.take(pages, wanted)
 
-    def release(self, keys: Iterable[PageKey]) -> None:
-        """Undo the pins of one `take`; the pages stay until their slots are needed."""
-        for key in keys:
-            self._table(key.layer).unpin(key)
+    def release(self, pages: NDArray[np.int64]) -> None:
+        """Undo one pin of each page; it stays until its slot is needed."""
+        self._table.unpin(pages)
 
-    def drop(self, keys: Iterable[PageKey]) -> int:
+    def drop(self, pages: NDArray[np.int64]) -> int:
         """Forget pages whose slots do not hold what the host store does; how many of them had one."""
-        return sum(self._table(key.layer).drop(key) for key in keys)
+        return self._table.drop(pages)
 
-    def slots_of(self, keys: Sequence[PageKey]) -> list[int]:
-        """Slots of pages, -1 where a page has none; recency stays as it was."""
-        found = [self._table(key.layer).slot_of(key) for key in keys]
-        return [-1 if slot is None else slot for slot in found]
+    def slots_of(self, pages: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Slots of pages, of their shape, NO_SLOT where a page has none; recency stays as it was."""
+        return self._table.slots_of(pages)
 
-    def fill(self, slots: Sequence[int], source: HostPages, keys: Sequence[PageKey]) -> None:
+    def missing(self, pages: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which pages have no slot; NO_PAGE is not missing."""
+        lacking: NDArray[np.bool_] = (self.slots_of(pages) == NO_SLOT) & (pages >= 0)
+        return lacking
+
+    def fill(self, slots: NDArray[np.int32], source: HostPages, pages: NDArray[np.int64]) -> None:
         """Copy pages of a layer's host store into slots; what fails has filled none, or may be tried again."""
-        self.put(slots, *source.read(keys))
+        self.put(slots, *source.read(pages))
 
     def mark(self) -> Mark | None:
         """Behind which all is in its slots that was put there; None: it is there already."""
         return None
 
-    def put(self, slots: Sequence[int], key: Tensor, value: Tensor) -> None:
+    def put(self, slots: NDArray[np.int32], key: Tensor, value: Tensor) -> None:
         """Fill slots; key and value [slots, 16, head_dim] of the pool's dtype."""
-        index = torch.tensor(slots, dtype=torch.int64)
+        index = torch.from_numpy(slots).long()
         self.key[index] = key
         self.value[index] = value
 
-    def put_tokens(self, slots: Sequence[int], offsets: Sequence[int], key: Tensor, value: Tensor) -> None:
+    def put_tokens(self, slots: NDArray[np.int32], offsets: NDArray[np.int64], key: Tensor, value: Tensor) -> None:
         """Write one token into each of some slots.
 
         offsets      its place in the page, 0 to 15
         key, value   [slots, head_dim]
         """
-        index = torch.tensor(slots, dtype=torch.int64), torch.tensor(offsets, dtype=torch.int64)
+        index = torch.from_numpy(slots).long(), torch.from_numpy(offsets)
         self.key[index] = key
         self.value[index] = value
 
     @property
     def resident_pages(self) -> int:
         """Pages that have a slot."""
-        return sum(len(table) for table in self._tables)
+        return len(self._table)
 
     @property
     def pinned_pages(self) -> int:
         """Pages whose slots a step is using."""
-        return sum(table.pinned for table in self._tables)
+        return self._table.pinned
 
     @property
     def evictions(self) -> int:
         """Pages that made room for others since the pool was made."""
-        return sum(table.evictions for table in self._tables)
+        return self._table.evictions
 
-    def resident_by_layer(self) -> Counter[int]:
-        """How many slots each layer holds."""
-        return Counter(key.layer for table in self._tables for key in table)
+    def resident_by_layer(self) -> dict[int, int]:
+        """How many slots each layer holds that holds any."""
+        layers, counts = np.unique(self._table.pages() >> LAYER_SHIFT, return_counts=True)
+        return dict(zip(layers.tolist(), counts.tolist(), strict=True))
 
     def check_integrity(self) -> None:
-        """AssertionError where the tables contradict themselves or hold a page of another layer's share."""
-        for index, table in enumerate(self._tables):
-            table.check_integrity()
-            assert self.shape.unified or {key.layer for key in table} <= {index}, "a page lies in another layer's share"
+        """AssertionError where the table contradicts itself or holds a page in another layer's share."""
+        self._table.check_integrity()

@@ -1,13 +1,14 @@
 """Pages of one layer's host store as plain rows: out of the CPU kernel's layout, whole pages at a time."""
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.memory.layout import BlockLayout
-from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
+from vllm_hybrid_sparse.memory.page_keys import places_of
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
 class HostPages:
@@ -60,13 +61,13 @@ class HostPages:
         block, head, page = self._parts.stride()[:3]
         return pages // self.pages_per_block * block + kv_heads * head + pages % self.pages_per_block * page
 
-    def read(self, keys: Sequence[PageKey]) -> tuple[Tensor, Tensor]:
-        """K and V of some pages, whose `layer` is this one.
+    def read(self, numbers: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """K and V of some pages of this layer.
 
-        returns   key, value [keys, 16, head_dim] of the KV dtype; tokens that were never written hold anything
+        numbers   [pages]
+        returns   key, value [pages, 16, head_dim] of the KV dtype; tokens that were never written hold anything
         """
-        heads = torch.tensor([key.kv_head for key in keys], dtype=torch.int64)
-        pages = torch.tensor([key.page for key in keys], dtype=torch.int64)
+        heads, pages = map(torch.from_numpy, places_of(numbers))
         parts = self._parts[pages // self.pages_per_block, heads, pages % self.pages_per_block]
         head_dim = self._layout.head_dim
         key, value = parts.unbind(1)

@@ -10,7 +10,7 @@ from vllm_hybrid_sparse.policy.planner import PLANNERS
 from vllm_hybrid_sparse.policy.task_queue import TaskQueue
 from vllm_hybrid_sparse.runtime.decode_rows import DecodeRows
 from vllm_hybrid_sparse.runtime.host_side import HostResult, HostSide
-from vllm_hybrid_sparse.runtime.readings import Reading
+from vllm_hybrid_sparse.runtime.readings import Reading, ReadingWave
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 from vllm_hybrid_sparse.values import GroupKey, GroupTask
 
@@ -21,7 +21,7 @@ class ReadResult:
 
     pages: dict[GroupKey, int]  # the first so many of each reading's were read
     hosted: dict[GroupKey, HostResult]  # what the host did
-    microbatches: int  # attended on the device
+    rounds: int  # attended on the device, of all readings together
     stats: TierStats
 
 
@@ -53,26 +53,24 @@ class BothSides:
             host_busy_s=host_busy_s,
         )
         return ReadResult(
-            pages=pages, hosted=hosted, microbatches=selected.stats.microbatches, stats=selected.stats + on_host
+            pages=pages, hosted=hosted, rounds=selected.stats.microbatches, stats=selected.stats + on_host
         )
 
     def _tasks(self, step: DecodeRows, readings: Mapping[GroupKey, Reading]) -> list[GroupTask]:
         """The groups that have anything to read, and how much of it the device lacks, where the plan asks for that."""
-        wanted = [(group, reading) for group, reading in readings.items() if reading.pages]
+        wanted = [reading for reading in readings.values() if len(reading.pages)]
         missing = [0] * len(wanted)
-        if self._asks_residency:
-            missing = self._tier.loader.missing(
-                [step.rows.keys(group, reading.pages) for group, reading in wanted]
-            ).result()
+        if self._asks_residency and wanted:
+            missing = self._tier.loader.missing(step.rows.stored_pages(ReadingWave.of(wanted))).result().tolist()
         return [
-            GroupTask(group=group, pages=reading.pages, missing=lacking, scored=reading.scored)
-            for (group, reading), lacking in zip(wanted, missing, strict=True)
+            GroupTask(group=reading.group, pages=len(reading.pages), missing=lacking, scored=reading.scored)
+            for reading, lacking in zip(wanted, missing, strict=True)
         ]
 
-    def _waves(self, queue: TaskQueue, readings: Mapping[GroupKey, Reading]) -> Iterator[list[Reading]]:
+    def _waves(self, queue: TaskQueue, readings: Mapping[GroupKey, Reading]) -> Iterator[ReadingWave]:
         """What the device takes from the queue, each time that it has nothing more to load."""
         while tasks := queue.take_for_device(self._tier.groups_at_once):
-            yield [readings[task.group] for task in tasks]
+            yield self._tier.side.wave([readings[task.group] for task in tasks])
 
     def _read_on_host(
         self, step: DecodeRows, queue: TaskQueue, readings: Mapping[GroupKey, Reading]

@@ -1,14 +1,15 @@
 """A GPU as a `Device`: Triton kernels on a queue of their own, and futures that stand for its events.
 
-Two threads serve it. One launches, in order, each microbatch as soon as its load is launched; the other waits for the
-events and says what became of the microbatches. So the next microbatch is launched while this one runs, and what waits
-for the device waits for one event. Over tensors in CPU memory the same code runs with interpreted kernels.
+Two threads serve it. One launches, in order, each round as soon as its load is launched; the other waits for the
+events and says what became of the rounds. So the next round is launched while this one runs, and what waits for the
+device waits for one event. Over tensors in CPU memory the same code runs with interpreted kernels.
 """
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +21,10 @@ from vllm_hybrid_sparse.kernels.verify.gpu import verify
 from vllm_hybrid_sparse.kernels.verify.progress import Progress
 from vllm_hybrid_sparse.memory.cuda_pool import CudaPool
 from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, current_queue, host_empty, open_queue, upload
+from vllm_hybrid_sparse.memory.slot_table import NO_SLOT
 from vllm_hybrid_sparse.memory.transfers import Loaded
 from vllm_hybrid_sparse.runtime.device import Attended, PartialAttention, RowStates, WaveFlags
-from vllm_hybrid_sparse.runtime.readings import Reading
+from vllm_hybrid_sparse.runtime.readings import ReadingWave
 from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 
 LAUNCH_THREAD = "hybrid-sparse-device"
@@ -43,9 +45,9 @@ class CudaDevice:
         with self._queue.launching():
             return RowStates.empty(upload(query, self._queue.device), kv_heads, score_tokens)
 
-    def open_wave(self, states: RowStates, scale: float, readings: Sequence[Reading]) -> "CudaWave":
+    def open_wave(self, states: RowStates, scale: float, wave: ReadingWave) -> "CudaWave":
         """See `Device`."""
-        return CudaWave(self._pool, self._queue, (self._launches, self._landings), states, scale, readings)
+        return CudaWave(self._pool, self._queue, (self._launches, self._landings), states, scale, wave)
 
     def merge(self, states: RowStates, hosted: Mapping[GroupKey, HostState]) -> None:
         """See `Device`. The kernel reads the host's states where they lie, so this waits until it has."""
@@ -114,7 +116,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A microbatch that the device was given: the marks before and behind it."""
+    """A round that the device was given: the marks before and behind it."""
 
     begun: Mark
     ended: Mark
@@ -124,7 +126,7 @@ class CudaWave:
     """The `Wave` of a `CudaDevice`.
 
     `flags.done` has a row for each look: the kernel's own `done`, copied to the host behind the look. Which groups a
-    microbatch found done is then known for certain once its event has passed.
+    round found done is then known for certain once its event has passed.
     """
 
     def __init__(
@@ -134,22 +136,17 @@ class CudaWave:
         threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor],
         states: RowStates,
         scale: float,
-        readings: Sequence[Reading],
+        wave: ReadingWave,
     ) -> None:
         self._pool, self._queue = pool, queue
         self._launches, self._landings = threads
-        self._states, self._scale, self._readings = states, scale, readings
-        thresholds = {reading.threshold for reading in readings}
-        assert len(thresholds) == 1, "the readings of a wave have one threshold"
-        (self._threshold,) = thresholds
-        self._microbatches = max(reading.microbatches for reading in readings)
-        looks = 1 + (self._microbatches if self._threshold is not None else 0)
-        groups = [reading.group for reading in readings]
-        self._flags = WaveFlags.of(groups, *states.kept.shape, looks=looks, device=queue.device)
+        self._states, self._scale, self._wave = states, scale, wave
+        looks = 1 + (wave.rounds if wave.threshold is not None else 0)
+        self._flags = WaveFlags.of(wave, *states.kept.shape, looks=looks, device=queue.device)
         self._mass = host_empty(tuple(states.lse.shape), torch.float32, queue.device)  # P_acc at the last look
         with queue.launching():
             self._done = upload(self._flags.done[0], queue.device)
-            self._progress = None if self._threshold is None else self._begin_progress()
+            self._progress = None if wave.threshold is None else self._begin_progress()
             self._log_left = self._estimates()
 
     @property
@@ -164,30 +161,33 @@ class CudaWave:
 
     def _begin_progress(self) -> Progress:
         """What the verifying kernel keeps of the wave's groups."""
-        candidates, budget = torch.zeros(2, *self._states.kept.shape, dtype=torch.int32)
-        for reading in self._readings:
-            candidates[reading.group] = reading.candidates
-            budget[reading.group] = len(reading.pages)
-        device = self._queue.device
+        wave, device = self._wave, self._queue.device
+        places = torch.zeros(2, *self._states.kept.shape, dtype=torch.int32)
+        candidates, budget = places.numpy()
+        candidates[wave.rows, wave.kv_heads] = [reading.candidates for reading in wave.readings]
+        budget[wave.rows, wave.kv_heads] = wave.lengths
+        uploaded = upload(places, device)
         progress = Progress.begin(
-            upload(candidates, device),
-            upload(budget, device),
+            uploaded[0],
+            uploaded[1],
             self._states.lse.shape[1],
             self._flags.stop,
-            active=len(self._readings),
+            active=len(wave.readings),
         )
         progress.done.copy_(self._done)
         return progress
 
     def _estimates(self) -> Tensor | None:
-        """[microbatches, rows, q_heads] f32, log of what the key codes say of the pages behind each microbatch."""
-        if self._threshold is None or self._readings[0].estimated_rest is None:
+        """[rounds, rows, q_heads] f32, log of what the key codes say of the pages behind each round."""
+        wave = self._wave
+        if wave.threshold is None or wave.readings[0].estimated_rest is None:
             return None
-        log_left = torch.full((len(self._flags.done) - 1, *self._states.lse.shape), -torch.inf)
-        for reading in self._readings:
+        log_left = torch.full((wave.rounds, *self._states.lse.shape), -torch.inf)
+        by_head = log_left.numpy()
+        for part, reading in enumerate(wave.readings):
             assert reading.estimated_rest is not None, "the readings of a wave are estimated alike"
-            of_group = torch.from_numpy(reading.estimated_rest[: reading.microbatches]).float()
-            log_left[: len(of_group), reading.group.row, self._states.heads(reading.group)] = of_group
+            looks = [reading.estimate_after(pages_read) for pages_read in wave.ends[1:, part].tolist()]
+            by_head[:, reading.group.row, self._states.heads(reading.group)] = reading.estimated_rest[looks]
         return upload(log_left, self._queue.device)
 
     @torch.inference_mode()  # which belongs to a thread: vLLM's step is in it, and so are the states
@@ -203,7 +203,7 @@ class CudaWave:
             if places.shape[-1]:  # else nothing was loaded
                 self._attend_slots(slots, page_tokens, page_lse, index)
             self._look(page_lse, index)
-            self._show(last=index + 1 == self._microbatches)
+            self._show(last=index + 1 == self._wave.rounds)
             return _Launched(begun, queue.mark())
 
     def _show(self, *, last: bool) -> None:
@@ -219,7 +219,7 @@ class CudaWave:
         states = self._states
         scores = None
         if states.token_scores is not None:
-            first = index * self._readings[0].microbatch_pages * PAGE_TOKENS
+            first = int(self._wave.ends[index].max()) * PAGE_TOKENS  # of all that still read: they have read as much
             scores = states.token_scores[..., first : first + slots.shape[-1] * PAGE_TOKENS]
         attend_slots(
             states.query,
@@ -237,43 +237,42 @@ class CudaWave:
 
     def _places(self, loaded: Loaded, index: int) -> Tensor:
         """[2, rows, kv_heads, pages] int32: the slots of each group's pages, and how many tokens they have."""
-        most = max(map(len, loaded.slots))
+        wave, held = self._wave, loaded.slots >= 0
+        page_tokens = wave.of_round(wave.page_tokens, index, 0)
+        most = int(held.sum(axis=1).max())
         places = torch.zeros(2, *self._states.kept.shape, most, dtype=torch.int32)
-        places[0] = -1
-        for reading, slots in zip(self._readings, loaded.slots, strict=True):
-            if slots:
-                row, kv_head = reading.group
-                places[0, row, kv_head, : len(slots)] = torch.tensor(slots, dtype=torch.int32)
-                places[1, row, kv_head, : len(slots)] = torch.tensor(reading.page_tokens(index), dtype=torch.int32)
+        places[0] = NO_SLOT
+        slots, tokens = places.numpy()
+        slots[wave.rows, wave.kv_heads] = loaded.slots[:, :most]
+        tokens[wave.rows, wave.kv_heads] = np.where(held, page_tokens, 0)[:, :most]
         return places
 
     def _look(self, page_lse: Tensor, index: int) -> None:
         """PSA's lines 13 to 17 for the wave, and word of them to the host."""
-        if self._progress is None or self._threshold is None:
+        if self._progress is None or self._wave.threshold is None:
             return
         log_left = None if self._log_left is None else self._log_left[index]
-        verify(self._states.lse, page_lse, self._progress, threshold=self._threshold, log_left=log_left)
+        verify(self._states.lse, page_lse, self._progress, threshold=self._wave.threshold, log_left=log_left)
         self._flags.done[index + 1].copy_(self._progress.done, non_blocking=True)
         self._mass.copy_(self._progress.mass, non_blocking=True)
 
     @torch.inference_mode()
     def _land(self, load: Future[Loaded], launch: Future[_Launched], index: int) -> Attended:
-        launched, slots = launch.result(), load.result().slots
+        launched, loaded, wave = launch.result(), load.result(), self._wave
         launched.ended.wait()
-        looks = self._flags.done[: index + 1] if self._threshold is not None else self._flags.done
-        done = looks.amax(dim=0)  # before the microbatch
-        held = [part for part, places in enumerate(slots) if places]
-        read = [part for part in held if not done[self._readings[part].group]]
-        if self._threshold is not None:
+        looks = self._flags.done.numpy()
+        if wave.threshold is not None:
+            looks = looks[: index + 1]  # before the round
             self._keep_shares()
+        done = looks[:, wave.rows, wave.kv_heads].any(axis=0)
         return Attended(
-            parts=tuple(read),
-            wasted_pages=sum(len(slots[part]) for part in set(held) - set(read)),
+            parts=tuple(np.flatnonzero(loaded.has_slots & ~done).tolist()),
+            wasted_pages=int((loaded.slots[done] >= 0).sum()),
             busy_s=launched.ended.seconds_since(launched.begun),
         )
 
     def _keep_shares(self) -> None:
         """Say of each group what its head with the least share had at the last look."""
-        for reading in self._readings:
-            share = self._mass[reading.group.row, self._states.heads(reading.group)].min()
-            self._states.kept[reading.group.row, reading.group.kv_head] = share
+        wave, kept = self._wave, self._states.kept.numpy()
+        shares = self._mass.numpy().reshape(*kept.shape, -1).min(axis=-1)
+        kept[wave.rows, wave.kv_heads] = shares[wave.rows, wave.kv_heads]

@@ -1,15 +1,17 @@
 """The decode rows of one layer's step on two tiers: what its phases share, whatever the policy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.runtime.device_side import DeviceResult, LayerRows
 from vllm_hybrid_sparse.runtime.host_side import HostSide
-from vllm_hybrid_sparse.runtime.readings import Reading
+from vllm_hybrid_sparse.runtime.readings import Reading, ReadingWave
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
@@ -48,7 +50,7 @@ class DecodeRows:
             layer=tier.layer_of(kv_cache),
             source=tier.source(kv_cache),
             scale=scale,
-            block_tables=[table.numpy() for table in batch.block_tables],
+            block_tables=batch.block_tables.numpy(),
             states=tier.device.begin(queries, tier.kv_heads, score_tokens),
         )
         return cls(tier=tier, host=host, rows=rows, queries=queries, kv_cache=kv_cache, batch=batch)
@@ -70,21 +72,30 @@ class DecodeRows:
         """Every KV head of every row."""
         return [GroupKey(row, head) for row in range(len(self.queries)) for head in range(self.tier.kv_heads)]
 
-    def start(self, pages: Sequence[tuple[int, ...]], microbatch_pages: int) -> Future[DeviceResult]:
-        """Have the device attend to pages of each row, all KV heads to the same."""
+    def start(self, part: str, pages: Callable[[int], Sequence[int]], microbatch_pages: int) -> Future[DeviceResult]:
+        """Have the device attend to pages of each row, all KV heads and layers to the same.
+
+        part    what is read, by a name that tells it from what else the batch's rows read
+        pages   which pages it is of a request, by its tokens
+        """
+        if part not in self.batch.waves:
+            self.batch.waves[part] = self._waves([pages(seq_len) for seq_len in self.batch.seq_lens], microbatch_pages)
+        return self.tier.launcher.submit(self.tier.side.run, self.rows, self.batch.waves[part])
+
+    def _waves(self, pages: Sequence[Sequence[int]], microbatch_pages: int) -> list[ReadingWave]:
+        of_rows = [np.array(of_row, dtype=np.int64) for of_row in pages]
         readings = [
             Reading(
                 group=group,
-                pages=pages[group.row],
+                pages=of_rows[group.row],
                 seq_len=self.batch.seq_lens[group.row],
                 microbatch_pages=microbatch_pages,
             )
             for group in self.groups()
-            if pages[group.row]
+            if len(of_rows[group.row])
         ]
         at_once = self.tier.groups_at_once
-        waves = [readings[first : first + at_once] for first in range(0, len(readings), at_once)]
-        return self.tier.launcher.submit(self.tier.side.run, self.rows, waves)
+        return [self.tier.side.wave(readings[first : first + at_once]) for first in range(0, len(readings), at_once)]
 
     def finish(self, attending: Future[DeviceResult]) -> DeviceResult:
         """Wait for the device; what could not be loaded is attended where it lies, and the first failure logged."""
@@ -100,11 +111,11 @@ class DecodeRows:
             self.tier.device.merge(self.rows.states, {reading.group: state})
         return result
 
-    def _scores_of(self, reading: Reading, pages: Sequence[int]) -> Tensor | None:
+    def _scores_of(self, reading: Reading, pages: NDArray[np.int64]) -> Tensor | None:
         """Where the scores of pages that follow one another in a reading are kept, [group, pages * 16], if at all."""
         states = self.rows.states
         if states.shown_scores is None:
             return None
-        first = reading.pages.index(pages[0]) * PAGE_TOKENS
+        first = int(np.flatnonzero(reading.pages == pages[0])[0]) * PAGE_TOKENS
         of_group = states.shown_scores[reading.group.row, states.heads(reading.group)]
         return of_group[:, first : first + len(pages) * PAGE_TOKENS]

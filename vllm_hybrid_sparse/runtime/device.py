@@ -1,4 +1,4 @@
-"""What a step asks of a device, whichever it is: an ordered stream of attention over microbatches of page slots.
+"""What a step asks of a device, whichever it is: an ordered stream of attention over rounds of page slots.
 
 Nothing here blocks: what is asked for happens in order, and a future stands for the event after it.
 """
@@ -8,13 +8,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState
 from vllm_hybrid_sparse.memory.queues import host_empty
 from vllm_hybrid_sparse.memory.transfers import Loaded
-from vllm_hybrid_sparse.runtime.readings import Reading
+from vllm_hybrid_sparse.runtime.readings import ReadingWave
 from vllm_hybrid_sparse.values import GroupKey
 
 
@@ -80,24 +82,26 @@ class WaveFlags:
 
     @classmethod
     def of(
-        cls, groups: Sequence[GroupKey], rows: int, kv_heads: int, *, looks: int = 1, device: torch.device | None = None
+        cls, wave: ReadingWave, rows: int, kv_heads: int, *, looks: int = 1, device: torch.device | None = None
     ) -> "WaveFlags":
         """The groups of a wave, none of them done; in host memory that `device` may write to."""
         where = device or torch.device("cpu")
         done = host_empty((looks, rows, kv_heads), torch.uint8, where).zero_()
         done[0] = 1
-        for row, kv_head in groups:
-            done[0, row, kv_head] = 0
+        done[0, wave.rows, wave.kv_heads] = 0
         return cls(done=done, stop=host_empty((1,), torch.int32, where).zero_())
 
-    def is_done(self, group: GroupKey) -> bool:
-        """Whether the group needs no more pages."""
-        return bool(self.stop[0]) or bool(self.done[:, group.row, group.kv_head].any())
+    def are_done(self, wave: ReadingWave) -> NDArray[np.bool_]:
+        """[readings], those whose groups need no more pages."""
+        if self.stop[0]:
+            return np.ones(len(wave.readings), dtype=np.bool_)
+        done: NDArray[np.bool_] = np.any(self.done.numpy()[:, wave.rows, wave.kv_heads], axis=0)
+        return done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attended:
-    """What a microbatch was good for."""
+    """What a round was good for."""
 
     parts: tuple[int, ...]  # of the load: those whose pages were attended
     wasted_pages: int  # pinned for groups that were done when their turn came
@@ -105,19 +109,19 @@ class Attended:
 
 
 class Wave(Protocol):
-    """Readings that are carried out side by side: of one layer, no two of one group, all with one threshold."""
+    """A `ReadingWave` of one layer that is carried out."""
 
     @property
     def flags(self) -> WaveFlags:
         """What the device says of the groups."""
 
     def attend(self, loaded: Future[Loaded], index: int) -> Future[Attended]:
-        """Fold microbatch `index` of the readings into the states once it is loaded, then look whether it is enough.
+        """Fold round `index` of the readings into the states once it is loaded, then look whether it is enough.
 
         Groups that are done are left as they are. A reading with a threshold is done when P_acc exceeds it, and when it
-        has no further microbatch.
+        has no further round.
 
-        loaded    its parts are those of the readings, in their order
+        loaded    its parts are the readings, in their order
         """
 
 
@@ -131,7 +135,7 @@ class Device(Protocol):
         score_tokens   of each reading, whose scores are kept; 0 keeps none
         """
 
-    def open_wave(self, states: RowStates, scale: float, readings: Sequence[Reading]) -> Wave:
+    def open_wave(self, states: RowStates, scale: float, wave: ReadingWave) -> Wave:
         """A wave of which nothing is attended yet; `scale` is the factor of its scores."""
 
     def merge(self, states: RowStates, hosted: Mapping[GroupKey, HostState]) -> None:

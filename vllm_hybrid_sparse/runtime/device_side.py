@@ -1,6 +1,7 @@
-"""The device's part of one layer's step: groups in waves that fit the pool, each wave microbatch by microbatch.
+"""The device's part of one layer's step: groups in waves that fit the pool, each wave round by round (`readings.py`).
 
-Microbatch i + 1 is loaded while microbatch i is attended (PSA, section 3.3), so a group pins two of them at a time.
+Round i + 1 is loaded while round i is attended (PSA, section 3.3, whose rounds are microbatches), so a group pins two
+of them at a time.
 Runs on the launcher's thread, beside the step's own, which works for the host meanwhile.
 """
 
@@ -8,18 +9,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_hybrid_sparse.errors import CapacityError, LoadError
 from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.memory.page_keys import NO_PAGE, page_numbers
 from vllm_hybrid_sparse.memory.transfers import Load, Loaded, Loader
 from vllm_hybrid_sparse.metrics import TierStats
 from vllm_hybrid_sparse.runtime.device import Attended, Device, RowStates, WaveFlags
-from vllm_hybrid_sparse.runtime.readings import Reading
-from vllm_hybrid_sparse.values import MICROBATCHES_IN_FLIGHT, GroupKey, PageKey
+from vllm_hybrid_sparse.runtime.readings import Reading, ReadingWave
+from vllm_hybrid_sparse.values import MICROBATCHES_IN_FLIGHT, GroupKey
+
+_POOL_PARTS = 4
+"""One part in so many of a layer's slots is for rounds that are larger than a microbatch: what they pin evicts what the
+next layers would find. Reckoned, not measured."""
 
 
 @dataclass(slots=True)
@@ -28,7 +33,8 @@ class DeviceResult:
 
     stats: TierStats = field(default_factory=TierStats)
     pages_read: dict[GroupKey, int] = field(default_factory=dict)  # the first so many of the reading's; failed included
-    failed: list[tuple[Reading, tuple[int, ...], CapacityError | LoadError]] = field(default_factory=list)  # pages, why
+    # Readings, with the pages of theirs that could not be loaded, and why.
+    failed: list[tuple[Reading, NDArray[np.int64], CapacityError | LoadError]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +44,14 @@ class LayerRows:
     layer: int
     source: HostPages
     scale: float
-    block_tables: Sequence[NDArray[np.int32]]  # [rows][blocks]
+    block_tables: NDArray[np.int32]  # [rows, blocks]
     states: RowStates
 
-    def keys(self, group: GroupKey, pages: Sequence[int]) -> list[PageKey]:
-        """Where pages of a row's request lie in the host store."""
-        table, of_block = self.block_tables[group.row], self.source.pages_per_block
-        listed = np.asarray(pages, dtype=np.int64)
-        places = table[listed // of_block].astype(np.int64) * of_block + listed % of_block
-        return [PageKey(self.layer, group.kv_head, place) for place in places.tolist()]
+    def stored_pages(self, wave: ReadingWave) -> NDArray[np.int64]:
+        """The wave's pages as pages of the host store, by number; NO_PAGE where it has none."""
+        blocks, of_block = np.divmod(wave.pages, self.source.pages_per_block)  # NO_PAGE: masked below
+        places = self.block_tables[wave.rows[:, None], blocks] * np.int64(self.source.pages_per_block) + of_block
+        return np.where(wave.pages < 0, NO_PAGE, page_numbers(self.layer, wave.kv_heads[:, None], places))
 
 
 class DeviceSide:
@@ -56,8 +61,12 @@ class DeviceSide:
         self._loader = loader
         self._device = device
 
-    def run(self, rows: LayerRows, waves: Iterable[Sequence[Reading]]) -> DeviceResult:
-        """Read wave after wave; the pages of `MICROBATCHES_IN_FLIGHT` microbatches of each must fit the pool.
+    def wave(self, readings: Sequence[Reading]) -> ReadingWave:
+        """Put readings side by side, in rounds for which the pool has room; two microbatches of each must fit it."""
+        return ReadingWave.of(readings, self._loader.pool.shape.layer_capacity_pages // _POOL_PARTS)
+
+    def run(self, rows: LayerRows, waves: Iterable[ReadingWave]) -> DeviceResult:
+        """Read wave after wave.
 
         What could not be loaded is named in the result, and the rest of the wave goes on.
         """
@@ -66,42 +75,37 @@ class DeviceSide:
             self._run_wave(rows, wave, result)
         return result
 
-    def _run_wave(self, rows: LayerRows, wave: Sequence[Reading], result: DeviceResult) -> None:
+    def _run_wave(self, rows: LayerRows, wave: ReadingWave, result: DeviceResult) -> None:
         on_device = self._device.open_wave(rows.states, rows.scale, wave)
-        flags = on_device.flags
+        flags, pages = on_device.flags, rows.stored_pages(wave)
         flying: deque[tuple[int, Future[Loaded], Future[Attended]]] = deque()
-        for index in count():
+        for index in range(wave.rounds):
             if len(flying) == MICROBATCHES_IN_FLIGHT:
                 self._land(wave, result, *flying.popleft())
-            if flags.stop[0] or not any(reading.microbatch(index) for reading in wave):
+            if flags.stop[0]:
                 break
-            load = Load(
-                source=rows.source,
-                parts=[rows.keys(reading.group, reading.microbatch(index)) for reading in wave],
-                unwanted=_unwanted(flags, wave, index),
-            )
-            loaded = self._loader.load(load)
+            of_round = wave.of_round(pages, index, NO_PAGE)
+            loaded = self._loader.load(Load(source=rows.source, pages=of_round, unwanted=_unwanted(flags, wave, index)))
             flying.append((index, loaded, on_device.attend(loaded, index)))
         while flying:
             self._land(wave, result, *flying.popleft())
 
     def _land(
         self,
-        wave: Sequence[Reading],
+        wave: ReadingWave,
         result: DeviceResult,
         index: int,
         load: Future[Loaded],
         attend: Future[Attended],
     ) -> None:
-        """Wait until a microbatch is attended, give its slots back, and count."""
+        """Wait until a round is attended, give its slots back, and count."""
         attended = attend.result()
         loaded = load.result()
         self._loader.release(loaded)
         for part in (*attended.parts, *loaded.errors):
-            group, pages = wave[part].group, wave[part].microbatch(index)
-            result.pages_read[group] = result.pages_read.get(group, 0) + len(pages)
+            result.pages_read[wave.readings[part].group] = int(wave.ends[index + 1, part])
         for part, error in loaded.errors.items():
-            result.failed.append((wave[part], wave[part].microbatch(index), error))
+            result.failed.append((wave.readings[part], wave.round_pages(part, index), error))
         result.stats += TierStats(
             pages_wanted=loaded.wanted_pages,
             pages_hit=loaded.hit_pages,
@@ -113,8 +117,5 @@ class DeviceSide:
         )
 
 
-def _unwanted(flags: WaveFlags, wave: Sequence[Reading], index: int) -> Callable[[int], bool]:
-    def unwanted(part: int) -> bool:
-        return not wave[part].microbatch(index) or flags.is_done(wave[part].group)
-
-    return unwanted
+def _unwanted(flags: WaveFlags, wave: ReadingWave, index: int) -> Callable[[], NDArray[np.bool_]]:
+    return lambda: (wave.round_lengths(index) == 0) | flags.are_done(wave)

@@ -8,7 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.merge.attribution import attribute_unread
@@ -17,7 +19,7 @@ from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState
 from vllm_hybrid_sparse.memory.device_pool import DevicePool
 from vllm_hybrid_sparse.memory.transfers import Loaded
 from vllm_hybrid_sparse.runtime.device import Attended, PartialAttention, RowStates, WaveFlags
-from vllm_hybrid_sparse.runtime.readings import Reading, kept_share
+from vllm_hybrid_sparse.runtime.readings import Reading, ReadingWave, kept_share
 from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 
 THREAD_NAME = "hybrid-sparse-device"
@@ -59,9 +61,9 @@ class EmulatedDevice:
         """See `Device`."""
         return RowStates.empty(query, kv_heads, score_tokens)
 
-    def open_wave(self, states: RowStates, scale: float, readings: Sequence[Reading]) -> "EmulatedWave":
+    def open_wave(self, states: RowStates, scale: float, wave: ReadingWave) -> "EmulatedWave":
         """See `Device`."""
-        return EmulatedWave(self._pool, self._stream, states, scale, readings)
+        return EmulatedWave(self._pool, self._stream, states, scale, wave)
 
     def merge(self, states: RowStates, hosted: Mapping[GroupKey, HostState]) -> None:
         """See `Device`."""
@@ -104,12 +106,12 @@ class EmulatedWave:
         stream: ThreadPoolExecutor,
         states: RowStates,
         scale: float,
-        readings: Sequence[Reading],
+        wave: ReadingWave,
     ) -> None:
         self._pool, self._stream = pool, stream
-        self._states, self._scale, self._readings = states, scale, readings
+        self._states, self._scale, self._wave = states, scale, wave
         self._lightest_lse = torch.full_like(states.lse, torch.inf)  # of the candidate page that weighs least
-        self._flags = WaveFlags.of([reading.group for reading in readings], *states.kept.shape)
+        self._flags = WaveFlags.of(wave, *states.kept.shape)
 
     @property
     def flags(self) -> WaveFlags:
@@ -122,52 +124,47 @@ class EmulatedWave:
 
     @torch.inference_mode()  # which belongs to a thread: vLLM's step is in it, and so are the states
     def _attend(self, load: Future[Loaded], index: int) -> Attended:
-        loaded, flags = load.result(), self._flags
+        loaded, flags, wave = load.result(), self._flags, self._wave
         started = time.perf_counter()
-        held = [place for place, slots in enumerate(loaded.slots) if slots]
-        read = [place for place in held if not flags.is_done(self._readings[place].group)]
-        wasted = sum(len(loaded.slots[place]) for place in set(held) - set(read))
-        if read:
+        open_parts = ~flags.are_done(wave)
+        read = np.flatnonzero(loaded.has_slots & open_parts)
+        if len(read):
             self._fold_pages(loaded, read, index)
-        for reading in self._readings:
-            if not flags.is_done(reading.group) and reading.threshold is not None and reading.microbatch(index):
-                self._look(reading, index)
+        if wave.threshold is not None:
+            for part in np.flatnonzero(open_parts & (wave.round_lengths(index) > 0)).tolist():
+                self._look(wave.readings[part], int(wave.ends[index + 1, part]))
         if bool(flags.done.all()):
             flags.stop[0] = 1
-        return Attended(parts=tuple(read), wasted_pages=wasted, busy_s=time.perf_counter() - started)
+        wasted = int((loaded.slots[~open_parts] >= 0).sum())
+        return Attended(parts=tuple(read.tolist()), wasted_pages=wasted, busy_s=time.perf_counter() - started)
 
-    def _fold_pages(self, loaded: Loaded, parts: Sequence[int], index: int) -> None:
-        states, readings = self._states, [self._readings[part] for part in parts]
-        most = max(len(loaded.slots[part]) for part in parts)
-        slots = torch.full((len(parts), most), -1, dtype=torch.int64)
-        page_tokens = torch.zeros(len(parts), most, dtype=torch.int64)
-        for place, (part, reading) in enumerate(zip(parts, readings, strict=True)):
-            count = len(loaded.slots[part])
-            slots[place, :count] = torch.tensor(loaded.slots[part])
-            page_tokens[place, :count] = torch.tensor(reading.page_tokens(index))
+    def _fold_pages(self, loaded: Loaded, parts: NDArray[np.int64], index: int) -> None:
+        states, wave = self._states, self._wave
+        readings = [wave.readings[part] for part in parts.tolist()]
+        slots = torch.from_numpy(loaded.slots[parts]).long()
+        page_tokens = torch.from_numpy(wave.of_round(wave.page_tokens, index, 0)[parts])
         queries = torch.stack([states.query[reading.group.row, states.heads(reading.group)] for reading in readings])
         out, lse, page_lse, scores = attend_slots(
             queries, self._pool.key, self._pool.value, slots, page_tokens, self._scale
         )
         lightest = page_lse.masked_fill((slots < 0)[:, None], torch.inf).amin(dim=-1)
-        for place, reading in enumerate(readings):
+        for place, (part, reading) in enumerate(zip(parts.tolist(), readings, strict=True)):
             _fold(states, reading.group, out[place], lse[place])
             seen = self._lightest_lse[reading.group.row, states.heads(reading.group)]
             seen.copy_(torch.minimum(seen, lightest[place]))
             if states.token_scores is not None:
-                of_pages = scores[place, :, : len(reading.microbatch(index))].flatten(1)
-                first = index * reading.microbatch_pages * PAGE_TOKENS
+                first, end = wave.ends[index : index + 2, part].tolist()
                 rows = states.token_scores[reading.group.row, states.heads(reading.group)]
-                rows[:, first : first + of_pages.shape[1]] = of_pages
+                rows[:, first * PAGE_TOKENS : end * PAGE_TOKENS] = scores[place, :, : end - first].flatten(1)
 
-    def _look(self, reading: Reading, index: int) -> None:
+    def _look(self, reading: Reading, pages_read: int) -> None:
         """PSA's lines 14 to 18 for one group: done when enough is read, or everything that may be."""
         assert reading.threshold is not None
         row, kv_head = reading.group
         heads = self._states.heads(reading.group)
-        share = kept_share(self._states.lse[row, heads], reading.log_rest(index, self._lightest_lse[row, heads]))
+        share = kept_share(self._states.lse[row, heads], reading.log_rest(pages_read, self._lightest_lse[row, heads]))
         self._states.kept[row, kv_head] = share
-        if share > reading.threshold or index + 1 == reading.microbatches:
+        if share > reading.threshold or pages_read == len(reading.pages):
             self._flags.done[0, row, kv_head] = 1
 
 

@@ -1,14 +1,17 @@
 """The host's part of one layer's step: groups whose candidates are attended where they lie, by the native core."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.merge.reference import merge_states
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState, attend_pages
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
-from vllm_hybrid_sparse.runtime.readings import Reading, kept_share
+from vllm_hybrid_sparse.runtime.readings import Reading, ReadingWave, kept_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,7 @@ class HostSide:
         kv_cache: Tensor,
         block_table: Tensor,
         reading: Reading,
-        pages: tuple[int, ...],
+        pages: NDArray[np.int64],
         token_scores: Tensor | None = None,
     ) -> HostState:
         """Attend to some pages of a group.
@@ -41,7 +44,7 @@ class HostSide:
         query          [group, head_dim]           of the KV dtype
         token_scores   [group, pages * 16] f32     out: the scaled score of every token
         """
-        listed = torch.tensor(pages, dtype=torch.int32)
+        listed = torch.from_numpy(pages.astype(np.int32))
         return attend_pages(
             self._attention, query, kv_cache, block_table, reading.group.kv_head, listed, reading.seq_len, token_scores
         )
@@ -57,14 +60,15 @@ class HostSide:
         if reading.threshold is None:
             state = self.attend(query, kv_cache, block_table, reading, reading.pages)
             return HostResult(state=state, pages_read=len(reading.pages), kept=1.0)
-        state = self.attend(query, kv_cache, block_table, reading, ())
-        read, kept, looks = 0, 1.0, 0
-        for index in range(reading.microbatches):
-            part = self.attend(query, kv_cache, block_table, reading, reading.microbatch(index))
+        state = self.attend(query, kv_cache, block_table, reading, reading.pages[:0])
+        kept, looks = 1.0, 0
+        read = 0
+        for begin, end in pairwise(ReadingWave.of([reading]).ends[:, 0].tolist()):
+            part = self.attend(query, kv_cache, block_table, reading, reading.pages[begin:end])
             out, lse = merge_states(state.out, state.lse, part.out, part.lse)
             state = HostState(out, lse, torch.minimum(state.lightest_lse, part.lightest_lse))
-            read += len(reading.microbatch(index))
-            kept = kept_share(torch.logaddexp(retained_lse, state.lse), reading.log_rest(index, state.lightest_lse))
+            read = end
+            kept = kept_share(torch.logaddexp(retained_lse, state.lse), reading.log_rest(end, state.lightest_lse))
             looks += 1
             if kept > reading.threshold:
                 break

@@ -7,7 +7,9 @@ The host scores all candidates while the device attends the retained sets, then 
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, native_selection
@@ -31,7 +33,7 @@ class PageRows:
         self._sides = BothSides(tier, host)
         self._spec, self._retained = settings.selection, settings.retained
         self._selection = native_selection(self._spec, self._retained)
-        self.last_pages: dict[GroupKey, tuple[int, ...]] = {}  # candidates that the last call read, in their order
+        self.last_pages: dict[GroupKey, NDArray[np.int64]] = {}  # candidates that the last call read, in their order
 
     def decode(
         self, query: Tensor, kv_cache: Tensor, batch: TieredBatch, output: Tensor, output_rows: Sequence[int]
@@ -45,11 +47,8 @@ class PageRows:
         tier = self._tier
         step = DecodeRows.begin(tier, self._host, self._scale, query, kv_cache, batch)
         states = step.rows.states
-        retained_pages = [tuple(self._retained.retained_pages(seq_len)) for seq_len in batch.seq_lens]
-        attending = step.start(retained_pages, self._spec.microbatch_pages)
-        score_candidates(  # while the device attends
-            self._attention, self._selection, kv_cache, step.queries, batch.seq_lens, batch.block_tables
-        )
+        attending = step.start("retained", self._retained.retained_pages, self._spec.microbatch_pages)
+        score_candidates(self._attention, self._selection, kv_cache, step.queries, batch.stored)  # meanwhile
         retained = step.finish(attending)
         ordered = order_candidates(self._attention, self._selection, states.shown_lse)
         readings = {group: self._reading(step, group, of) for group, of in ordered.items()}
@@ -71,8 +70,8 @@ class PageRows:
         log_unread = torch.full(tuple(states.lse.shape), -torch.inf)
         for group, reading in readings.items():
             if pages[group] and reading.log_unread is not None:
-                looked = -(-pages[group] // reading.microbatch_pages) - 1
-                log_unread[group.row, states.heads(group)] = torch.from_numpy(reading.log_unread[looked]).float()
+                unread = reading.log_unread[reading.estimate_after(pages[group])]
+                log_unread[group.row, states.heads(group)] = torch.from_numpy(unread)
         return log_unread
 
     def _reading(self, step: DecodeRows, group: GroupKey, ordered: OrderedPages) -> Reading:
@@ -86,6 +85,7 @@ class PageRows:
             seq_len=seq_len,
             microbatch_pages=self._spec.microbatch_pages,
             threshold=self._spec.threshold if looks else None,
+            expected=ordered.expected,
             candidates=end - first,
             scored=ordered.scored,
             log_unread=ordered.log_unread,
@@ -107,7 +107,7 @@ class PageRows:
             if group in read.hosted:
                 kept += read.hosted[group].kept
             else:
-                kept += float(step.rows.states.kept[group]) if readings[group].pages else ordered[group].share
+                kept += float(step.rows.states.kept[group]) if len(readings[group].pages) else ordered[group].share
             stops += read.pages[group] < readings[group].candidates
         layout = self._attention.layout
         pages = sum(-(-reading.seq_len // PAGE_TOKENS) for reading in readings.values())
@@ -115,7 +115,7 @@ class PageRows:
         pages_read = pages - candidates + sum(read.pages.values())
         looks = sum(result.looks for result in read.hosted.values())
         if looked:
-            looks += read.microbatches  # on the device each microbatch of candidates is attended before a look
+            looks += read.rounds  # on the device each round of candidates is attended before a look
         summaries = sum(reading.scored for reading in readings.values()) * layout.summary_bytes
         self._tier.count(
             tiers + TierStats(early_stops=stops, looked_groups=len(looked), kept_mass=kept),

@@ -32,7 +32,7 @@ class PredictedRows:
         settings = tier.settings
         self._tier, self._attention, self._scale, self._host = tier, attention, scale, host
         self._sides = BothSides(tier, host)
-        self._retained = settings.retained
+        self._candidates = settings.retained.candidate_range
         self._microbatch_pages = settings.selection.microbatch_pages
         self._attributed = settings.selection.attributed
         self._selection = native_selection(settings.selection, settings.retained)
@@ -70,13 +70,12 @@ class PredictedRows:
     def _attend_retained(self, step: DecodeRows, layer: _native.FluxionLayer) -> tuple[TierStats, PredictedPages]:
         """Have the device attend the sink and the window, each with states of its own, and choose by what they say."""
         device, batch = self._tier.device, step.batch
-        candidates = [self._retained.candidate_range(seq_len) for seq_len in batch.seq_lens]
-        ends = [-(-seq_len // PAGE_TOKENS) for seq_len in batch.seq_lens]
         sink = step.beside()
         attending = [
-            sink.start([tuple(range(first)) for first, _ in candidates], self._microbatch_pages),
+            sink.start("sink", lambda tokens: range(self._candidates(tokens)[0]), self._microbatch_pages),
             step.start(
-                [tuple(range(last, end)) for (_, last), end in zip(candidates, ends, strict=True)],
+                "window",
+                lambda tokens: range(self._candidates(tokens)[1], -(-tokens // PAGE_TOKENS)),
                 self._microbatch_pages,
             ),
         ]
@@ -89,9 +88,7 @@ class PredictedRows:
             self._selection,
             step.kv_cache,
             step.queries,
-            batch.seq_lens,
-            batch.block_tables,
-            batch.slots,
+            batch.stored,
             of_sink,
             of_local,
         )
@@ -100,7 +97,7 @@ class PredictedRows:
 
     def _reading(self, step: DecodeRows, group: GroupKey, chosen: PredictedPages) -> Reading:
         """All that was chosen for a group: a budget is read whole."""
-        first, end = self._retained.candidate_range(step.batch.seq_lens[group.row])
+        first, end = self._candidates(step.batch.seq_lens[group.row])
         return Reading(
             group=group,
             pages=chosen.pages[group],

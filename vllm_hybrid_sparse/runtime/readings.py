@@ -1,14 +1,22 @@
-"""What one group of a decode row reads, in microbatches, and when that is enough (PSA, section 3.2, Algorithm 1)."""
+"""What one group of a decode row reads, in rounds, and when that is enough (PSA, section 3.2, Algorithm 1).
+
+PSA looks at the threshold after every microbatch. Where key codes say beforehand how much will be enough, the first
+round is that much; without a threshold there is nothing to look for, and all is one round, as far as the device has
+room.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
+from vllm_hybrid_sparse.memory.page_keys import NO_PAGE
+from vllm_hybrid_sparse.values import MICROBATCHES_IN_FLIGHT, PAGE_TOKENS, GroupKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,46 +24,131 @@ class Reading:
     """Pages of one group in the order of reading; of the retained set, or candidates."""
 
     group: GroupKey
-    pages: tuple[int, ...]  # of the request, 0 its first
+    pages: NDArray[np.int64]  # of the request, 0 its first
     seq_len: int  # tokens of the request
     microbatch_pages: int
     threshold: float | None = None  # stop once so much of the weight is read; None: read all
+    expected: int = 0  # pages, by whole microbatches, that are estimated to be enough; 0: unknown
     candidates: int = 0  # of the group, read or not
     scored: int = 0  # of them, those whose summaries were scored
     # Log weight that key codes estimate of what is unread after so many microbatches, [microbatches, group].
-    log_unread: NDArray[np.float64] | None = None
+    log_unread: NDArray[np.float32] | None = None
     lightest_rest: bool = False  # P_acc takes every unread page to weigh as much as the lightest one read (line 15)
 
     @property
-    def estimated_rest(self) -> NDArray[np.float64] | None:
+    def estimated_rest(self) -> NDArray[np.float32] | None:
         """`log_unread`, where P_acc takes it for what is unread."""
         return None if self.lightest_rest else self.log_unread
 
     @property
-    def microbatches(self) -> int:
-        """How many there are to read."""
-        return math.ceil(len(self.pages) / self.microbatch_pages)
+    def first_round(self) -> int:
+        """Pages that are read before the first look."""
+        if self.threshold is None:
+            return len(self.pages)
+        return min(len(self.pages), max(self.expected, self.microbatch_pages))
 
-    def microbatch(self, index: int) -> tuple[int, ...]:
-        """The pages of one microbatch; the last one may be shorter, and beyond it there are none."""
-        return self.pages[index * self.microbatch_pages : (index + 1) * self.microbatch_pages]
+    def estimate_after(self, pages_read: int) -> int:
+        """Which row of `log_unread` says what is unread after so many pages, 1 at the least."""
+        return -(-pages_read // self.microbatch_pages) - 1
 
-    def page_tokens(self, index: int) -> list[int]:
-        """How many tokens each page of a microbatch has: 16, but for the request's last page."""
-        return [min(PAGE_TOKENS, self.seq_len - PAGE_TOKENS * page) for page in self.microbatch(index)]
-
-    def log_rest(self, index: int, lightest_lse: Tensor) -> Tensor:
-        """What is unread after a microbatch is taken to weigh.
+    def log_rest(self, pages_read: int, lightest_lse: Tensor) -> Tensor:
+        """What is unread is taken to weigh, after so many pages: whole microbatches, or all.
 
         lightest_lse   [group]   log-sum-exp of the page that weighs least of the candidates read; inf before any
         returns        [group]   natural log; -inf where every candidate is read
         """
-        left = self.candidates - min(len(self.pages), (index + 1) * self.microbatch_pages)
+        left = self.candidates - pages_read
         if left == 0:
             return torch.full_like(lightest_lse, -torch.inf)
         if self.estimated_rest is not None:
-            return torch.from_numpy(self.estimated_rest[index]).to(lightest_lse.dtype)
+            return torch.from_numpy(self.estimated_rest[self.estimate_after(pages_read)]).to(lightest_lse.dtype)
         return lightest_lse + math.log(left)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingWave:
+    """Readings that are carried out side by side, in rounds: no two of one group, all with one threshold."""
+
+    readings: tuple[Reading, ...]
+    rows: NDArray[np.int64]  # [readings], of their groups
+    kv_heads: NDArray[np.int64]  # [readings], likewise
+    pages: NDArray[np.int64]  # [readings, most pages], NO_PAGE behind the last of a reading
+    page_tokens: NDArray[np.int64]  # likewise: 16, but of a request's last page; 0 of NO_PAGE
+    ends: NDArray[np.int64]  # [rounds + 1, readings], pages read before each round, and in the end
+
+    @classmethod
+    def of(cls, readings: Sequence[Reading], room_pages: int | None = None) -> Self:
+        """Put some readings, one at least, side by side.
+
+        room_pages   slots that they may pin together, if that is more than two microbatches of each; None: any number
+        """
+        assert len({reading.threshold for reading in readings}) == 1, "the readings of a wave have one threshold"
+        lengths = np.array([len(reading.pages) for reading in readings], dtype=np.int64)
+        pages = np.full((len(readings), lengths.max()), NO_PAGE, dtype=np.int64)
+        for of_reading, reading in zip(pages, readings, strict=True):
+            of_reading[: len(reading.pages)] = reading.pages
+        groups = np.array([reading.group for reading in readings], dtype=np.int64)
+        seq_lens = np.array([[reading.seq_len] for reading in readings])
+        return cls(
+            readings=tuple(readings),
+            rows=groups[:, 0],
+            kv_heads=groups[:, 1],
+            pages=pages,
+            page_tokens=np.where(pages < 0, 0, np.minimum(seq_lens - PAGE_TOKENS * pages, PAGE_TOKENS)),
+            ends=_ends(readings, lengths, room_pages),
+        )
+
+    @property
+    def threshold(self) -> float | None:
+        """Where the readings stop; None: they are read whole."""
+        return self.readings[0].threshold
+
+    @property
+    def rounds(self) -> int:
+        """How many the reading with the most has."""
+        return len(self.ends) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[readings], how many pages each has."""
+        lengths: NDArray[np.int64] = self.ends[-1]
+        return lengths
+
+    def round_lengths(self, index: int) -> NDArray[np.int64]:
+        """[readings], how many pages each reads in a round."""
+        lengths: NDArray[np.int64] = self.ends[index + 1] - self.ends[index]
+        return lengths
+
+    def of_round(self, values: NDArray[np.int64], index: int, behind: int) -> NDArray[np.int64]:
+        """What belongs to the pages of a round.
+
+        values    [readings, most pages]
+        behind    what stands behind a reading's last page of the round
+        returns   [readings, most pages of the round]
+        """
+        lengths = self.round_lengths(index)
+        places = np.arange(lengths.max())
+        columns = np.minimum(self.ends[index][:, None] + places, values.shape[1] - 1)
+        return np.where(places < lengths[:, None], np.take_along_axis(values, columns, axis=1), behind)
+
+    def round_pages(self, part: int, index: int) -> NDArray[np.int64]:
+        """What one reading reads in a round."""
+        return self.readings[part].pages[self.ends[index, part] : self.ends[index + 1, part]]
+
+
+def _ends(readings: Sequence[Reading], lengths: NDArray[np.int64], room_pages: int | None) -> NDArray[np.int64]:
+    """The first rounds as large as the readings have them and the room lets them be, the rest by microbatches."""
+    microbatch = np.array([reading.microbatch_pages for reading in readings], dtype=np.int64)
+    first_round = np.array([reading.first_round for reading in readings], dtype=np.int64)
+    most = lengths
+    if room_pages is not None:
+        of_one = room_pages // (MICROBATCHES_IN_FLIGHT * len(readings))
+        most = np.maximum(of_one // microbatch, 1) * microbatch
+    ends = [np.zeros_like(lengths)]
+    while (ends[-1] < lengths).any():
+        asked = np.maximum(first_round - ends[-1], microbatch)
+        ends.append(np.minimum(ends[-1] + np.minimum(asked, most), lengths))
+    return np.stack(ends)
 
 
 def kept_share(lse: Tensor, log_rest: Tensor) -> float:

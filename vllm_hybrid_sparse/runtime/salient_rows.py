@@ -48,10 +48,10 @@ class SalientRows:
         """
         started = time.perf_counter()
         lengths = batch.seq_lens
-        window = [tuple(self._retained.retained_pages(seq_len)) for seq_len in lengths]
-        score_tokens = max(map(len, window)) * PAGE_TOKENS
+        window = [len(self._retained.retained_pages(seq_len)) for seq_len in lengths]
+        score_tokens = max(window) * PAGE_TOKENS
         step = DecodeRows.begin(self._tier, self._host, self._scale, query, kv_cache, batch, score_tokens=score_tokens)
-        attending = step.start(window, self._microbatch_pages)
+        attending = step.start("retained", self._retained.retained_pages, self._microbatch_pages)
         host_started = time.perf_counter()
         try:
             for slot, seq_len, table in zip(batch.slots, lengths, batch.block_tables, strict=True):
@@ -75,7 +75,7 @@ class SalientRows:
             host_busy_s=host_busy_s,
             step_s=time.perf_counter() - started,
         )
-        self._tier.count(retained.stats + on_host, self._read(lengths, sum(map(len, window)), packed.pages))
+        self._tier.count(retained.stats + on_host, self._read(lengths, sum(window), packed.pages))
 
     def _read(self, lengths: Sequence[int], window_pages: int, packed_pages: int) -> DecodeStats:
         """How much of the cache the rows read; `window_pages` of one KV head, `packed_pages` of all."""

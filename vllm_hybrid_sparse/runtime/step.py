@@ -6,17 +6,20 @@ device; decode rows are left to the executors of the policies.
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, native_selection
+from vllm_hybrid_sparse.memory.page_keys import page_numbers
 from vllm_hybrid_sparse.runtime.host_side import HostSide
 from vllm_hybrid_sparse.runtime.page_rows import PageRows
 from vllm_hybrid_sparse.runtime.predicted_rows import PredictedRows
 from vllm_hybrid_sparse.runtime.salient_rows import SalientRows
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
-from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey, PageKey
+from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 
 
 class TieredLayer:
@@ -26,6 +29,7 @@ class TieredLayer:
         settings = tier.settings
         self._tier = tier
         self._attention = attention
+        self._kv_heads = np.arange(attention.num_kv_heads)
         self._selection = native_selection(settings.selection, settings.retained)
         host = HostSide(attention)
         self._pages = PageRows(tier, attention, scale, host)
@@ -33,7 +37,7 @@ class TieredLayer:
         self._predicted = PredictedRows(tier, attention, scale, host)
 
     @property
-    def last_pages(self) -> dict[GroupKey, tuple[int, ...]]:
+    def last_pages(self) -> dict[GroupKey, NDArray[np.int64]]:
         """Candidates that the last call read under a page policy, in the order of reading."""
         return self._pages.last_pages
 
@@ -73,16 +77,19 @@ class TieredLayer:
     def _write_through(self, key: Tensor, value: Tensor, layer: int, batch: TieredBatch) -> None:
         """Keep the pool true: pages that prefill has written are dropped, a decode row's token is written there too."""
         self.drop_pages(layer, batch.written_pages)
-        loader, kv_heads = self._tier.loader, range(self._attention.num_kv_heads)
         stored = [(row, slot) for row, slot in zip(batch.rows, batch.new_slots, strict=True) if slot >= 0]
         if stored:
-            tokens = [row for row, _ in stored]
-            keys = [PageKey(layer, head, slot // PAGE_TOKENS) for _, slot in stored for head in kv_heads]
-            offsets = [slot % PAGE_TOKENS for _, slot in stored for _ in kv_heads]
-            loader.append(keys, offsets, key[tokens].flatten(0, 1), value[tokens].flatten(0, 1)).result()
+            tokens, slots = map(list, zip(*stored, strict=True))
+            pages, offsets = np.divmod(np.array(slots, dtype=np.int64), PAGE_TOKENS)
+            self._tier.loader.append(
+                page_numbers(layer, self._kv_heads, pages[:, None]).ravel(),
+                offsets.repeat(len(self._kv_heads)),
+                key[tokens].flatten(0, 1),
+                value[tokens].flatten(0, 1),
+            ).result()
 
     def drop_pages(self, layer: int, pages: Sequence[int]) -> None:
         """Have the pool forget pages of the host store, of all KV heads of a layer, that are written."""
         if pages:
-            heads = range(self._attention.num_kv_heads)
-            self._tier.loader.forget([PageKey(layer, head, page) for page in pages for head in heads]).result()
+            numbers = page_numbers(layer, self._kv_heads, np.array(pages, dtype=np.int64)[:, None])
+            self._tier.loader.forget(numbers).result()

@@ -1,13 +1,14 @@
 """The requests of one step on two tiers: what the native core computes, and the decode rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.runtime.readings import ReadingWave
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
@@ -18,10 +19,13 @@ class TieredBatch:
     native: NativeBatch  # of all; decode rows have a length of 0 there, so that they are appended and not attended
     rows: tuple[int, ...]  # decode rows: their query tokens in the batch
     seq_lens: tuple[int, ...]  # of the decode rows' requests, the new token included
-    block_tables: tuple[Tensor, ...]  # [blocks] int32 of each
+    block_tables: Tensor  # [rows, blocks] int32
+    stored: NativeBatch  # of the decode rows, once their tokens are stored
     new_slots: tuple[int, ...]  # where each row's token is stored: block * block_tokens + offset; negative: nowhere
     written_pages: tuple[int, ...]  # pages of the host store that the other rows' tokens are stored in
     slots: tuple[int, ...] = ()  # where a layer keeps the state of each row's request, if it does
+    # By what is read, the waves of parts that all layers read alike: the first one puts them here (`decode_rows.py`).
+    waves: dict[str, list[ReadingWave]] = field(default_factory=dict)
 
     @classmethod
     def from_tensors(
@@ -45,6 +49,7 @@ class TieredBatch:
         lengths = seq_lens.masked_fill(decodes, 0)
         native = NativeBatch.from_tensors(query_start_loc, lengths, block_table, slot_mapping, decode_mask, slots)
         requests = decodes.nonzero().flatten()
+        rows, row_tables = len(requests), block_table[requests]
         tokens = query_start_loc[:-1][requests].long()
         others = torch.ones(native.num_tokens, dtype=torch.bool)
         others[tokens] = False
@@ -53,7 +58,15 @@ class TieredBatch:
             native=native,
             rows=tuple(tokens.tolist()),
             seq_lens=tuple(seq_lens[requests].tolist()),
-            block_tables=tuple(block_table[request] for request in requests.tolist()),
+            block_tables=row_tables,
+            stored=NativeBatch.from_tensors(
+                torch.arange(rows + 1, dtype=torch.int32),
+                seq_lens[requests],
+                row_tables,
+                torch.full((rows,), -1, dtype=torch.int64),
+                torch.ones(rows, dtype=torch.bool),
+                torch.full((rows,), -1, dtype=torch.int32) if slots is None else slots[requests],
+            ),
             new_slots=tuple(slot_mapping[tokens].tolist()),
             written_pages=(*(stored[stored >= 0] // PAGE_TOKENS).unique().tolist(), *written_pages),
             slots=() if slots is None else tuple(slots[requests].tolist()),

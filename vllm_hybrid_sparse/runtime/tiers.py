@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +15,14 @@ from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, Nativ
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.layout import BlockLayout
+from vllm_hybrid_sparse.memory.page_keys import page_numbers
 from vllm_hybrid_sparse.memory.queues import open_queue
 from vllm_hybrid_sparse.memory.transfers import Loader
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 from vllm_hybrid_sparse.runtime.device import Device
 from vllm_hybrid_sparse.runtime.device_side import DeviceSide
 from vllm_hybrid_sparse.runtime.emulated import EmulatedDevice
-from vllm_hybrid_sparse.values import PAGE_TOKENS, PageKey
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -113,15 +115,10 @@ class DeviceTier:
         of_block = self._layout.pages_per_block
         if not blocks:
             return
-        self.loader.forget(
-            [
-                PageKey(layer, kv_head, page)
-                for layer in range(len(self._layer_of))
-                for kv_head in range(self.kv_heads)
-                for block in blocks
-                for page in range(block * of_block, (block + 1) * of_block)
-            ]
-        ).result()
+        pages = np.array(blocks, dtype=np.int64)[:, None, None] * of_block + np.arange(of_block)
+        heads = np.arange(self.kv_heads)[:, None]
+        layers = range(len(self._layer_of))
+        self.loader.forget(np.stack([page_numbers(layer, heads, pages) for layer in layers])).result()
 
     def count(self, tiers: TierStats, decode: DecodeStats) -> None:
         """Add what a layer's step did."""

@@ -43,7 +43,7 @@ def test_the_paper_s_example(threshold: float, microbatches: int, mass: float, d
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
-@pytest.mark.parametrize("pages", [0, 1, 5])
+@pytest.mark.parametrize("pages", [0, 1, 5, 64, 131])
 @pytest.mark.parametrize("estimated", [False, True])
 def test_a_look_is_the_reference_s(estimated: bool, pages: int, group: int, device: torch.device) -> None:
     rows, kv_heads = 7, 2

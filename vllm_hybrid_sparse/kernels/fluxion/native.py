@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import check_floats, check_queries
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, stored_batch
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.policy.budget import GRANULARITIES
 from vllm_hybrid_sparse.predictor.features import FEATURES
 from vllm_hybrid_sparse.predictor.model import HIDDEN_SIZES, Predictor
@@ -24,7 +26,7 @@ from vllm_hybrid_sparse.values import GroupKey
 class PredictedPages(NamedTuple):
     """What the groups of decode rows read beside their retained sets."""
 
-    pages: dict[GroupKey, tuple[int, ...]]  # of every group; 0 the request's first, ascending
+    pages: dict[GroupKey, NDArray[np.int64]]  # of every group; 0 the request's first, ascending
     scored: dict[GroupKey, int]  # candidates whose summaries were scored; 0 where nothing had to be chosen
     log_unread: Tensor  # [rows, q_heads] f32: weight that the codes of the rest are estimated to have; -inf: none known
 
@@ -85,9 +87,7 @@ def choose_pages(
     selection: _native.Selection,
     kv_cache: Tensor,
     query: Tensor,
-    seq_lens: Sequence[int],
-    block_tables: Sequence[Tensor],
-    slots: Sequence[int],
+    batch: NativeBatch,
     sink: tuple[Tensor, Tensor],
     local: tuple[Tensor, Tensor],
 ) -> PredictedPages:
@@ -95,21 +95,17 @@ def choose_pages(
 
     Anchors are observed first where they are due, and the rows are counted and kept as `NativeAttention.forward` does.
 
-    selection      a `native_selection` made once
-    query          [rows, q_heads, head_dim]   of the KV dtype, contiguous
-    seq_lens       tokens of each row's request, its own included
-    block_tables   [blocks] int32              of each
-    slots          of each row's request; a negative one keeps no state, and its row reads everything
-    sink, local    (out, lse)                  [rows, q_heads, head_dim] and [rows, q_heads] f32: normalised attention
-                                               to the pages before and behind the candidates, zeros and -inf for none
+    selection     a `native_selection` made once
+    query         [rows, q_heads, head_dim]   of the KV dtype, contiguous
+    batch         the rows, one token each, which is stored; a row without a slot keeps no state and reads everything
+    sink, local   (out, lse)                  [rows, q_heads, head_dim] and [rows, q_heads] f32: normalised attention
+                                              to the pages before and behind the candidates, zeros and -inf for none
     """
-    rows = len(seq_lens)
-    shape = (rows, attention.num_q_heads, attention.head_dim)
+    shape = (batch.num_tokens, attention.num_q_heads, attention.head_dim)
     check_queries(attention, query, shape)
     for name, (out, lse) in (("sink", sink), ("local", local)):
         check_floats(f"{name} out", out, shape)
         check_floats(f"{name} lse", lse, shape[:2])
-    batch = stored_batch([1] * rows, seq_lens, block_tables, slots, decode=True)
     engine = attention.engine
     engine.choose_fluxion_pages(
         kv_cache.data_ptr(),
@@ -126,14 +122,14 @@ def choose_pages(
     )
     result = PredictedPages({}, {}, torch.full(shape[:2], -torch.inf))
     size = attention.num_q_heads // attention.num_kv_heads
-    for row, seq_len in enumerate(seq_lens):
+    for row, seq_len in enumerate(batch.seq_lens.tolist()):
         candidates = selection.candidates(seq_len)
         for head in range(attention.num_kv_heads):
             group = GroupKey(row, head)
-            pages = result.pages[group] = tuple(engine.last_plan(row, head))
+            pages = result.pages[group] = np.array(engine.last_plan(row, head), dtype=np.int64)
             budgets = engine.last_budgets(row, head)
             result.scored[group] = candidates if budgets and budgets[0] else 0
-            if pages and (unread := engine.last_unread(row, head)):
+            if len(pages) and (unread := engine.last_unread(row, head)):
                 result.log_unread[row, head * size : (head + 1) * size] = torch.tensor(unread)
     return result
 

@@ -60,6 +60,11 @@ class NativeBatch:
     num_tokens: int
     tensors: tuple[Tensor, ...]
 
+    @property
+    def seq_lens(self) -> Tensor:
+        """[requests] int32, as given."""
+        return self.tensors[1]
+
     @classmethod
     def from_tensors(
         cls,

@@ -9,11 +9,14 @@ from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.arguments import check_tensor, group_size
 from vllm_hybrid_sparse.kernels.verify.progress import Progress
 
+_TILE_PAGES = 64
+"""Pages that a program looks at at a time, whatever a round has. Not tuned on a GPU."""
+
 
 def verify(
     lse: Tensor, page_lse: Tensor, progress: Progress, *, threshold: float, log_left: Tensor | None = None
 ) -> None:
-    """Look at what has been read after a microbatch (PSA, Algorithm 1, lines 13 to 17, and section 3.3).
+    """Look at what has been read after a round, PSA's microbatch (PSA, Algorithm 1, lines 13 to 17, and section 3.3).
 
     `verify` of reference.py in float32, in place. Groups that are done already are left as they are. The group that is
     the last to be done sets the stop flag, which the host may read at any time and which never changes back.
@@ -58,7 +61,7 @@ def verify(
         threshold,
         group=group,
         block_group=triton.next_power_of_2(group),
-        block_pages=triton.next_power_of_2(max(pages, 1)),
+        tile_pages=_TILE_PAGES,
         estimated=log_left is not None,
     )
 
@@ -79,7 +82,7 @@ def _verify_kernel(
     threshold,
     group: tl.constexpr,
     block_group: tl.constexpr,
-    block_pages: tl.constexpr,
+    tile_pages: tl.constexpr,
     estimated: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -90,17 +93,18 @@ def _verify_kernel(
     heads = tl.arange(0, block_group)
     is_head = heads < group
     q_heads = unit * group + heads
-    pages = tl.arange(0, block_pages)
-
-    weights = tl.load(
-        page_lse + q_heads[:, None] * num_pages + pages[None, :],
-        mask=is_head[:, None] & (pages < num_pages)[None, :],
-        other=float("-inf"),
-    )
-    was_read = weights > float("-inf")
-    read = tl.sum(tl.max(was_read.to(tl.int32), axis=0), axis=0)
-    lightest_before = tl.load(lightest + q_heads, mask=is_head, other=float("inf"))
-    log_min = tl.minimum(lightest_before, tl.min(tl.where(was_read, weights, float("inf")), axis=1))
+    read = 0
+    log_min = tl.load(lightest + q_heads, mask=is_head, other=float("inf"))
+    for start in range(0, num_pages, tile_pages):
+        pages = start + tl.arange(0, tile_pages)
+        weights = tl.load(
+            page_lse + q_heads[:, None] * num_pages + pages[None, :],
+            mask=is_head[:, None] & (pages < num_pages)[None, :],
+            other=float("-inf"),
+        )
+        was_read = weights > float("-inf")
+        read += tl.sum(tl.max(was_read.to(tl.int32), axis=0), axis=0)
+        log_min = tl.minimum(log_min, tl.min(tl.where(was_read, weights, float("inf")), axis=1))
     unread = tl.load(pages_left + unit) - read
     may_read = tl.load(budget_left + unit) - read
 

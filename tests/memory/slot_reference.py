@@ -1,11 +1,12 @@
-"""Which page makes room for another: orders of eviction over page keys, behind one small protocol."""
+"""Slots and orders of eviction, written to be read: what the native table is held to, page by page."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from vllm_hybrid_sparse.values import PageKey
+from vllm_hybrid_sparse.errors import CapacityError
+from vllm_hybrid_sparse.memory.page_keys import PageKey
 
 
 class Eviction(Protocol):
@@ -128,3 +129,91 @@ EVICTIONS: dict[str, Callable[..., Eviction]] = {
     "fifo": lambda _turns=None: FIFO(),
 }
 """Orders by name; each may be given the turns of its pool."""
+
+
+class Taken(NamedTuple):
+    """Slots of some pages, which are pinned."""
+
+    slots: list[int]  # in the order of the pages
+    missing: list[int]  # which of them hold nothing yet, as indices; a page that was asked for twice is named once
+
+
+class SlotTable:
+    """The pages of some slots. A page has at most one slot; a pinned one keeps it until it is unpinned."""
+
+    def __init__(self, slots: Sequence[int], order: Eviction) -> None:
+        self._capacity = tuple(slots)
+        self._free = list(reversed(self._capacity))  # the first given is the first of `slots`
+        self._order = order
+        self._slot_of: dict[PageKey, int] = {}
+        self._pins: dict[PageKey, int] = {}
+        self.evictions = 0  # pages that made room for others, since the table was made
+
+    def take(self, keys: Sequence[PageKey]) -> Taken:
+        """Give slots to the pages that have none, and pin each once for each time that it is named.
+
+        The slots of missing pages hold what others left there. CapacityError where not all fit beside what is pinned;
+        no page has lost or got a slot or a pin then.
+        """
+        needed = len({key for key in keys if key not in self._slot_of}) - len(self._free)
+        if needed > 0:
+            self._evict(needed, set(keys))
+        missing = []
+        for index, key in enumerate(keys):
+            if key in self._slot_of:
+                self._order.touch(key)
+            else:
+                self._slot_of[key] = self._free.pop()
+                self._order.add(key)
+                missing.append(index)
+            self._pins[key] = self._pins.get(key, 0) + 1
+        return Taken([self._slot_of[key] for key in keys], missing)
+
+    def _evict(self, count: int, wanted: set[PageKey]) -> None:
+        """Free so many slots, passing once over the pages that stay because they are pinned or wanted."""
+        spare = (key for key in self._order if key not in self._pins and key not in wanted)
+        victims = list(islice(spare, count))
+        if len(victims) < count:
+            raise CapacityError(
+                f"device_pool_pages={len(self._capacity)}: {len(wanted)} pages do not fit beside {self.pinned} in use"
+            )
+        for victim in victims:
+            self.drop(victim)
+        self.evictions += count
+
+    def unpin(self, key: PageKey) -> None:
+        """Undo one pin of the page; it keeps its slot until another page needs it."""
+        if self._pins[key] == 1:
+            del self._pins[key]
+        else:
+            self._pins[key] -= 1
+
+    def drop(self, key: PageKey) -> bool:
+        """Free the page's slot, its pins with it: what lies there is not the page. Whether it had one."""
+        slot = self._slot_of.pop(key, None)
+        if slot is None:
+            return False
+        self._order.remove(key)
+        self._pins.pop(key, None)
+        self._free.append(slot)
+        return True
+
+    def slot_of(self, key: PageKey) -> int | None:
+        """The page's slot, its recency as it was; None where it has none."""
+        return self._slot_of.get(key)
+
+    def is_pinned(self, key: PageKey) -> bool:
+        """Whether the page may not be evicted."""
+        return key in self._pins
+
+    @property
+    def pinned(self) -> int:
+        """Pages that may not be evicted."""
+        return len(self._pins)
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def __iter__(self) -> Iterator[PageKey]:
+        """The pages that have a slot, in no order."""
+        return iter(self._slot_of)

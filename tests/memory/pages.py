@@ -1,0 +1,36 @@
+"""Pages by name, as the numbers that the pool and its loader take."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_hybrid_sparse.memory.page_keys import NO_PAGE, PageKey
+
+
+def numbered(keys: Collection[PageKey]) -> NDArray[np.int64]:
+    """[keys]"""
+    return np.array([key.number for key in keys], dtype=np.int64)
+
+
+def side_by_side(parts: Sequence[Sequence[PageKey]]) -> NDArray[np.int64]:
+    """[parts, pages of the longest], NO_PAGE behind the last of a shorter one."""
+    pages = np.full((len(parts), max(map(len, parts), default=0)), NO_PAGE, dtype=np.int64)
+    for row, part in zip(pages, parts, strict=True):
+        row[: len(part)] = numbered(part)
+    return pages
+
+
+def named(numbers: NDArray[np.int64]) -> list[PageKey]:
+    """The pages that numbers stand for."""
+    return [PageKey.of(number) for number in numbers.tolist()]
+
+
+def all_of(pages: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Every part is wanted."""
+    return np.ones(len(pages), dtype=np.bool_)
+
+
+def none_of(pages: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """No part is."""
+    return np.zeros(len(pages), dtype=np.bool_)
