@@ -10,7 +10,7 @@ from vllm_hybrid_sparse.errors import CapacityError
 from vllm_hybrid_sparse.memory.page_keys import LAYER_SHIFT
 
 EVICTIONS = ("cyclic", "lru", "fifo")
-"""Orders in which pages make room for others; the native core says what each is."""
+"""Orders in which pages make room for others; `csrc/slot_table.h` says what each is."""
 
 NO_SLOT = -1
 
@@ -19,9 +19,7 @@ class Taken(NamedTuple):
     """Slots of the pages of some parts, which are pinned."""
 
     slots: NDArray[np.int32]  # [parts, pages], NO_SLOT where there is no page, or the part got none
-    fresh: NDArray[
-        np.bool_
-    ]  # [parts, pages], slots that do not hold the page yet; one that is named twice is fresh once
+    fresh: NDArray[np.bool_]  # [parts, pages], those that do not hold the page yet; named twice, a page is fresh once
     refused: dict[int, CapacityError]  # by part: those that do not fit beside what is pinned
 
 
