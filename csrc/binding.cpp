@@ -174,7 +174,7 @@ NB_MODULE(_native, m) {
       .def("drop", [](SlotTable& self, uintptr_t pages, int count) { return self.drop(at<int64_t>(pages), count); },
            "pages"_a, "count"_a)
       .def("slots_of", [](const SlotTable& self, uintptr_t pages, int count, uintptr_t slots) {
-        return self.slots_of(at<int64_t>(pages), count, at<int32_t>(slots));
+        self.slots_of(at<int64_t>(pages), count, at<int32_t>(slots));
       }, "pages"_a, "count"_a, "slots"_a)
       .def("pages", &SlotTable::pages)
       .def("contradiction", &SlotTable::contradiction)

@@ -194,10 +194,8 @@ int SlotTable::drop(const int64_t* pages, int count) {
   return dropped;
 }
 
-int SlotTable::slots_of(const int64_t* pages, int count, int32_t* slots) const {
-  int found = 0;
-  for (int i = 0; i < count; ++i) found += (slots[i] = map_.find(pages[i])) >= 0;
-  return found;
+void SlotTable::slots_of(const int64_t* pages, int count, int32_t* slots) const {
+  for (int i = 0; i < count; ++i) slots[i] = map_.find(pages[i]);
 }
 
 int SlotTable::pinned() const {

@@ -57,8 +57,8 @@ class SlotTable {
   void unpin(const int64_t* pages, int count);
   // Free the slots of pages, pins with them: what lies there is not the page. How many of them had one.
   int drop(const int64_t* pages, int count);
-  // Slots of pages, -1 where a page has none, the order left as it is. How many have one.
-  int slots_of(const int64_t* pages, int count, int32_t* slots) const;
+  // Slots of pages, -1 where a page has none, the order left as it is.
+  void slots_of(const int64_t* pages, int count, int32_t* slots) const;
 
   int64_t evictions() const { return evictions_; }  // pages that made room for others
   int resident() const { return map_.size(); }      // pages that have a slot

@@ -16,16 +16,15 @@ from tqdm import tqdm
 
 from benchmarks.report import markdown_table, save
 from benchmarks.tiers.traces import Trace, layer_pages, model_and_tokens, record_windows, replay
-from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.config import DEVICE_EVICTIONS, HybridSparseConfig
 from vllm_hybrid_sparse.memory.device_pool import PoolShape
-from vllm_hybrid_sparse.memory.slot_table import EVICTIONS
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 POLICIES: dict[str, dict[str, Any]] = {
     "progressive 0.95": {"policy": "progressive"},
     "topk 5 %": {"policy": "topk"},
 }
-POOLS = [(unified, eviction) for unified in (True, False) for eviction in EVICTIONS]
+POOLS = [(unified, eviction) for unified in (True, False) for eviction in DEVICE_EVICTIONS]
 
 
 def rows_of(traces: list[Trace], policy: str, pages: int, shares: list[float], page_bytes: int) -> list[dict[str, Any]]:

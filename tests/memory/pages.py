@@ -5,7 +5,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_hybrid_sparse.memory.device_pool import DevicePool
 from vllm_hybrid_sparse.memory.page_keys import NO_PAGE, PageKey
+from vllm_hybrid_sparse.memory.slot_table import SlotTable
 
 
 def numbered(keys: Collection[PageKey]) -> NDArray[np.int64]:
@@ -34,3 +36,11 @@ def all_of(pages: NDArray[np.int64]) -> NDArray[np.bool_]:
 def none_of(pages: NDArray[np.int64]) -> NDArray[np.bool_]:
     """No part is."""
     return np.zeros(len(pages), dtype=np.bool_)
+
+
+def take_part(owner: DevicePool | SlotTable, pages: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Slots of the pages of one part, and which of them are fresh; CapacityError where it is refused."""
+    taken = owner.take(pages[None], all_of(pages[None]))
+    for error in taken.refused.values():
+        raise error
+    return taken.slots[0], taken.fresh[0]

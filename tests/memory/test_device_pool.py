@@ -5,7 +5,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.memory.pages import all_of
+from tests.memory.pages import take_part
 from vllm_hybrid_sparse.errors import CapacityError, ConfigError
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
 from vllm_hybrid_sparse.memory.page_keys import page_numbers
@@ -24,10 +24,8 @@ def numbers(*pages: int, layer: int = 0) -> NDArray[np.int64]:
 
 def take(pool: DevicePool, pages: NDArray[np.int64]) -> tuple[NDArray[np.int32], list[int]]:
     """Slots of the pages of one part, and the places of those that are missing; CapacityError where it is refused."""
-    taken = pool.take(pages[None], all_of(pages[None]))
-    for error in taken.refused.values():
-        raise error
-    return taken.slots[0], np.flatnonzero(taken.fresh[0]).tolist()
+    slots, fresh = take_part(pool, pages)
+    return slots, np.flatnonzero(fresh).tolist()
 
 
 def test_what_is_missing_is_named_once() -> None:

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory import slot_reference
-from tests.memory.pages import all_of, named, numbered, side_by_side
+from tests.memory.pages import all_of, named, numbered, side_by_side, take_part
+from vllm_hybrid_sparse.config import DEVICE_EVICTIONS
 from vllm_hybrid_sparse.errors import CapacityError
 from vllm_hybrid_sparse.memory.page_keys import PageKey
-from vllm_hybrid_sparse.memory.slot_table import EVICTIONS, NO_SLOT, SlotTable, Taken
+from vllm_hybrid_sparse.memory.slot_table import NO_SLOT, SlotTable, Taken
 
 
 def page(number: int) -> PageKey:
@@ -25,11 +26,8 @@ def make_table(slots: int, eviction: str = "lru") -> SlotTable:
 
 def take(table: SlotTable, *keys: PageKey) -> tuple[list[int], list[bool]]:
     """Slots of pages, and which of them are fresh; CapacityError where they do not fit."""
-    pages = side_by_side([keys])
-    taken = table.take(pages, all_of(pages))
-    for error in taken.refused.values():
-        raise error
-    return taken.slots[0].tolist(), taken.fresh[0].tolist()
+    slots, fresh = take_part(table, numbered(keys))
+    return slots.tolist(), fresh.tolist()
 
 
 def unpin(table: SlotTable, *keys: PageKey) -> None:
@@ -63,7 +61,7 @@ def test_the_order_decides_which_page_makes_room(eviction: str, kept: set[int]) 
     assert table.evictions == 1
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("eviction", DEVICE_EVICTIONS)
 def test_a_page_keeps_its_slot_while_it_is_resident(eviction: str) -> None:
     table = make_table(4, eviction)
     pages = [page(number) for number in range(4)]
@@ -72,7 +70,7 @@ def test_a_page_keeps_its_slot_while_it_is_resident(eviction: str) -> None:
     assert slots(table, *range(5)) == [0, 1, 2, 3, NO_SLOT]
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("eviction", DEVICE_EVICTIONS)
 def test_pinned_page_is_never_evicted(eviction: str) -> None:
     table = make_table(2, eviction)
     take(table, page(0))
@@ -119,7 +117,7 @@ def test_a_dropped_page_frees_its_slot_and_its_pins() -> None:
     assert use(table, 1) == [False]
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("eviction", DEVICE_EVICTIONS)
 def test_pages_that_do_not_fit_together_change_nothing(eviction: str) -> None:
     table = make_table(3, eviction)
     use(table, 0, 1)
@@ -130,7 +128,7 @@ def test_pages_that_do_not_fit_together_change_nothing(eviction: str) -> None:
     assert (resident(table), table.pinned, table.evictions) == ({0, 1}, 1, 0)
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("eviction", DEVICE_EVICTIONS)
 def test_a_page_that_is_wanted_makes_no_room_for_one_beside_it(eviction: str) -> None:
     table = make_table(3, eviction)
     use(table, 0, 1, 2)
@@ -219,7 +217,7 @@ class Twin:
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_the_native_table_is_the_reference_slot_for_slot(data: Any) -> None:
-    eviction = data.draw(st.sampled_from(EVICTIONS))
+    eviction = data.draw(st.sampled_from(DEVICE_EVICTIONS))
     layers = data.draw(st.integers(1, 3))
     shares, every = data.draw(st.sampled_from([1, layers])), data.draw(st.integers(1, 9))
     table, twin = SlotTable(shares=shares, every=every, eviction=eviction), Twin(shares, every, eviction)

@@ -7,11 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_hybrid_sparse.config import DEVICE_EVICTIONS
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.page_keys import LAYER_SHIFT
 from vllm_hybrid_sparse.memory.queues import Mark
-from vllm_hybrid_sparse.memory.slot_table import EVICTIONS, NO_SLOT, SlotTable, Taken
+from vllm_hybrid_sparse.memory.slot_table import NO_SLOT, SlotTable, Taken
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
@@ -29,8 +30,8 @@ class PoolShape:
     def __post_init__(self) -> None:
         if self.layers < 1:
             raise ConfigError(f"layers={self.layers}: must be at least 1")
-        if self.eviction not in EVICTIONS:
-            raise ConfigError(f"device_eviction={self.eviction!r}: must be one of {', '.join(EVICTIONS)}")
+        if self.eviction not in DEVICE_EVICTIONS:
+            raise ConfigError(f"device_eviction={self.eviction!r}: must be one of {', '.join(DEVICE_EVICTIONS)}")
         if self.layer_capacity_pages < 1:
             raise ConfigError(
                 f"device_pool_pages={self.capacity_pages}: must be at least {1 if self.unified else self.layers}"

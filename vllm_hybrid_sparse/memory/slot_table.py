@@ -9,9 +9,6 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import CapacityError
 from vllm_hybrid_sparse.memory.page_keys import LAYER_SHIFT
 
-EVICTIONS = ("cyclic", "lru", "fifo")
-"""Orders in which pages make room for others; `csrc/slot_table.h` says what each is."""
-
 NO_SLOT = -1
 
 
@@ -31,7 +28,7 @@ class SlotTable:
 
         shares     1: all layers share the slots; else each layer has a share to itself, and what it lacks nobody gives
         every      slots of a share
-        eviction   one of EVICTIONS
+        eviction   one of DEVICE_EVICTIONS of the settings; `csrc/slot_table.h` says what each is
         """
         self._every = every
         order = getattr(_native.SlotTable.Order, eviction)

@@ -30,7 +30,7 @@ THREAD_NAME = "hybrid-sparse-loader"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The pages of one microbatch, in parts that are wanted, and may fail, each by itself: one a group."""
+    """The pages of one round, in parts that are wanted, and may fail, each by itself: one a group."""
 
     source: HostPages  # of the layer that all pages are of
     pages: NDArray[np.int64]  # [parts, pages] numbers (`page_keys.py`); behind the last of a part NO_PAGE

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_hybrid_sparse.kernels.merge.reference import merge_states
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState, attend_pages
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
-from vllm_hybrid_sparse.runtime.readings import Reading, ReadingWave, kept_share
+from vllm_hybrid_sparse.runtime.readings import Reading, kept_share, round_ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class HostSide:
         state = self.attend(query, kv_cache, block_table, reading, reading.pages[:0])
         kept, looks = 1.0, 0
         read = 0
-        for begin, end in pairwise(ReadingWave.of([reading]).ends[:, 0].tolist()):
+        for begin, end in pairwise(round_ends([reading])[:, 0].tolist()):
             part = self.attend(query, kv_cache, block_table, reading, reading.pages[begin:end])
             out, lse = merge_states(state.out, state.lse, part.out, part.lse)
             state = HostState(out, lse, torch.minimum(state.lightest_lse, part.lightest_lse))

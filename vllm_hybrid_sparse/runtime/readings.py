@@ -83,8 +83,8 @@ class ReadingWave:
         room_pages   slots that they may pin together, if that is more than two microbatches of each; None: any number
         """
         assert len({reading.threshold for reading in readings}) == 1, "the readings of a wave have one threshold"
-        lengths = np.array([len(reading.pages) for reading in readings], dtype=np.int64)
-        pages = np.full((len(readings), lengths.max()), NO_PAGE, dtype=np.int64)
+        most = max(len(reading.pages) for reading in readings)
+        pages = np.full((len(readings), most), NO_PAGE, dtype=np.int64)
         for of_reading, reading in zip(pages, readings, strict=True):
             of_reading[: len(reading.pages)] = reading.pages
         groups = np.array([reading.group for reading in readings], dtype=np.int64)
@@ -95,7 +95,7 @@ class ReadingWave:
             kv_heads=groups[:, 1],
             pages=pages,
             page_tokens=np.where(pages < 0, 0, np.minimum(seq_lens - PAGE_TOKENS * pages, PAGE_TOKENS)),
-            ends=_ends(readings, lengths, room_pages),
+            ends=round_ends(readings, room_pages),
         )
 
     @property
@@ -136,8 +136,15 @@ class ReadingWave:
         return self.readings[part].pages[self.ends[index, part] : self.ends[index + 1, part]]
 
 
-def _ends(readings: Sequence[Reading], lengths: NDArray[np.int64], room_pages: int | None) -> NDArray[np.int64]:
-    """The first rounds as large as the readings have them and the room lets them be, the rest by microbatches."""
+def round_ends(readings: Sequence[Reading], room_pages: int | None = None) -> NDArray[np.int64]:
+    """How many pages each reading has read before each round, and in the end.
+
+    The first rounds are as large as the readings have them and the room lets them be, the rest go by microbatches.
+
+    room_pages   as in `ReadingWave.of`
+    returns      [rounds + 1, readings]
+    """
+    lengths = np.array([len(reading.pages) for reading in readings], dtype=np.int64)
     microbatch = np.array([reading.microbatch_pages for reading in readings], dtype=np.int64)
     first_round = np.array([reading.first_round for reading in readings], dtype=np.int64)
     most = lengths
