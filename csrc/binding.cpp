@@ -176,6 +176,12 @@ NB_MODULE(_native, m) {
       .def("slots_of", [](const SlotTable& self, uintptr_t pages, int count, uintptr_t slots) {
         self.slots_of(at<int64_t>(pages), count, at<int32_t>(slots));
       }, "pages"_a, "count"_a, "slots"_a)
+      .def("set_aside", [](SlotTable& self, uintptr_t firsts, int runs, int length, uintptr_t taken) {
+        self.set_aside(at<int32_t>(firsts), runs, length, at<uint8_t>(taken));
+      }, "firsts"_a, "runs"_a, "length"_a, "taken"_a)
+      .def("give_back", [](SlotTable& self, uintptr_t firsts, int runs, int length) {
+        self.give_back(at<int32_t>(firsts), runs, length);
+      }, "firsts"_a, "runs"_a, "length"_a)
       .def("pages", &SlotTable::pages)
       .def("contradiction", &SlotTable::contradiction)
       .def_prop_ro("evictions", &SlotTable::evictions)

@@ -198,6 +198,36 @@ void SlotTable::slots_of(const int64_t* pages, int count, int32_t* slots) const 
   for (int i = 0; i < count; ++i) slots[i] = map_.find(pages[i]);
 }
 
+bool SlotTable::is_idle_run(int32_t first, int length) const {
+  if (first < 0 || length < 0 || first + int64_t{length} > int64_t{shares_count()} * every_)
+    throw std::out_of_range("slots " + std::to_string(first) + " and " + std::to_string(length) + " on: there are none");
+  return std::all_of(slots_.begin() + first, slots_.begin() + first + length,
+                     [](const Slot& slot) { return slot.pins == 0 && !slot.aside; });
+}
+
+void SlotTable::set_aside(const int32_t* firsts, int runs, int length, uint8_t* taken) {
+  for (int run = 0; run < runs; ++run) {
+    taken[run] = is_idle_run(firsts[run], length);
+    for (int32_t slot = firsts[run]; taken[run] && slot < firsts[run] + length; ++slot) {
+      if (slots_[slot].page >= 0) {
+        free_slot(slot);
+        ++evictions_;
+      }
+      slots_[slot].aside = true;
+    }
+  }
+  for (Share& share : shares_) std::erase_if(share.free, [this](int32_t slot) { return slots_[slot].aside; });
+}
+
+void SlotTable::give_back(const int32_t* firsts, int runs, int length) {
+  for (int run = 0; run < runs; ++run)
+    for (int32_t slot = firsts[run] + length; slot-- > firsts[run];) {
+      if (!slots_.at(slot).aside) throw std::invalid_argument("slot=" + std::to_string(slot) + ": is in use");
+      slots_[slot].aside = false;
+      shares_[slot / every_].free.push_back(slot);
+    }
+}
+
 int SlotTable::pinned() const {
   int pages = 0;
   for (const Share& share : shares_) pages += share.pinned;
@@ -232,6 +262,8 @@ std::string SlotTable::contradiction() const {
       pinned += slots_[at].pins > 0;
       ++held;
     }
+    for (int32_t slot = share * every_; slot < (share + 1) * every_; ++slot)
+      if (slots_[slot].aside && (slots_[slot].pins || !saw(slot))) return "a slot that is set aside is in use";
     if (std::find(seen.begin(), seen.end(), false) != seen.end()) return "a slot is lost or held twice";
     if (pinned != shares_[share].pinned) return "the number of pinned pages is wrong";
   }

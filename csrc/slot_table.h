@@ -59,6 +59,10 @@ class SlotTable {
   int drop(const int64_t* pages, int count);
   // Slots of pages, -1 where a page has none, the order left as it is.
   void slots_of(const int64_t* pages, int count, int32_t* slots) const;
+  // Take runs of `length` slots out of use, which evicts what lies there, until they are given back. taken: [runs], 0 where
+  // a slot of the run is pinned or out of use: then the run stays as it was. Throws std::out_of_range where there are no such slots.
+  void set_aside(const int32_t* firsts, int runs, int length, uint8_t* taken);
+  void give_back(const int32_t* firsts, int runs, int length);  // runs that were set aside
 
   int64_t evictions() const { return evictions_; }  // pages that made room for others
   int resident() const { return map_.size(); }      // pages that have a slot
@@ -72,6 +76,7 @@ class SlotTable {
     int64_t turn = 0;   // cyclic: its layer's turn at the page's last use
     int64_t wanted = 0;  // the last call of `fit` that wanted the page
     int32_t pins = 0;
+    bool aside = false;  // out of use
     int32_t before = 0, behind = 0;  // in the order of the share
   };
   struct Share {
@@ -91,6 +96,7 @@ class SlotTable {
   void link_last(int32_t slot, int share);
   void unlink(int32_t slot);
   void free_slot(int32_t slot);
+  bool is_idle_run(int32_t first, int length) const;
 
   int every_, layer_shift_;
   Order order_;

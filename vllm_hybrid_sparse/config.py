@@ -33,6 +33,8 @@ DEVICE_POOLS = ("unified", "per_layer")
 DEVICE_EVICTIONS = ("cyclic", "lru", "fifo")
 HOST_SHARES = ("none", "uniform", "length", "queue")
 ADMISSIONS = ("working_set", "none")
+CUDA_RESIDENT_SHARE = 0.75
+"""A quarter stays for the requests that do not fit. Reckoned, not measured."""
 
 FLUXION_SUMMARIES = ("key_codes", "minmax")  # those of which a block's score is composed of its pages'
 _MAX_TOKENS = 2**24
@@ -270,6 +272,19 @@ class HybridSparseConfig:
         "layers take turns; lru, the one used longest ago; fifo, the one loaded first",
         devices=TIERED_DEVICES,
     )
+    device_resident_share: float | None = setting_field(
+        Setting(
+            kind=float,
+            default=0.0,
+            values="0 or more, below 1",
+            allows=lambda value: 0 <= value < 1,
+            meaning="part of the slots that may hold whole blocks: a request all of whose blocks are there is read "
+            "whole, by the device alone; 0 has none; on cuda with a unified pool "
+            f"{CUDA_RESIDENT_SHARE} where it is not given",
+            policies=PAGE_POLICIES,
+            devices=TIERED_DEVICES,
+        )
+    )
     host_share: str | None = choice_field(
         "none",
         HOST_SHARES,
@@ -320,7 +335,11 @@ class HybridSparseConfig:
 
     def _default_of(self, name: str, setting: Setting) -> int | float | str | None:
         """What a setting that is used and not given becomes; None: the worker decides."""
-        return None if (self.device, name) == ("cuda", "device_pool_pages") else setting.default
+        if self.device == "cuda" and name == "device_pool_pages":
+            return None
+        if self.device == "cuda" and name == "device_resident_share" and self.device_pool == "unified":
+            return CUDA_RESIDENT_SHARE
+        return setting.default
 
     def _check_device(self) -> None:
         """Refuse a device that could not serve one group."""
@@ -330,6 +349,12 @@ class HybridSparseConfig:
         if self.device_pool_pages is not None and self.device_pool_pages < least:
             rule = f"must be at least {least}: the microbatch that a group attends to, and the one that is loaded"
             raise refusal("device_pool_pages", self.device_pool_pages, rule)
+        if self.device_resident_share and self.device_pool != "unified":
+            raise refusal(
+                "device_resident_share",
+                self.device_resident_share,
+                f"needs device_pool unified, since a block is of all layers, and the pool is {self.device_pool}",
+            )
 
     def _unused_because(self, setting: Setting) -> str:
         """Why the setting has no effect; empty where it has."""

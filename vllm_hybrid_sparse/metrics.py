@@ -94,6 +94,8 @@ class TierStats:
     pages_fetched: int = 0  # of them, those that were copied from the host store
     pages_evicted: int = 0  # made room for them
     pages_wasted: int = 0  # wanted for a group that had enough before they were attended
+    resident_groups: int = 0  # of rows that the device read by itself, since all of their blocks were there
+    blocks_entered: int = 0  # were copied to the device as wholes, of all layers
     pages_on_host: int = 0  # attended where they lie, by the host
     groups_on_host: int = 0  # that the host took
     microbatches: int = 0  # attended by the device, of one group each
@@ -116,12 +118,15 @@ class TierStats:
         idle = 100.0 * (1 - self.device_busy_s / self.step_s) if self.step_s else 0.0
         host = 100.0 * self.host_busy_s / self.step_s if self.step_s else 0.0
         kept = f"{self.kept_mass / self.looked_groups:.3f}" if self.looked_groups else "-"
+        whole = ""
+        if self.resident_groups or self.blocks_entered:
+            whole = f"{self.resident_groups} groups resident, {self.blocks_entered} blocks entered; "
         return (
             f"hybrid_sparse: device pool hit {hit:.1f} % of {self.pages_wanted} pages ({self.pages_fetched} fetched, "
-            f"{self.pages_evicted} evicted, {self.pages_wasted} wasted); {self.groups_on_host} of {self.groups} groups "
-            f"and {self.pages_on_host} pages on the host; {self.microbatches} microbatches, {self.early_stops} early "
-            f"stops, kept mass {kept}; device idle {idle:.0f} %, host busy {host:.0f} %; "
-            f"{self.failed_loads} failed loads"
+            f"{self.pages_evicted} evicted, {self.pages_wasted} wasted); "
+            f"{whole}{self.groups_on_host} of {self.groups} groups and {self.pages_on_host} pages on the host; "
+            f"{self.microbatches} microbatches, {self.early_stops} early stops, kept mass {kept}; "
+            f"device idle {idle:.0f} %, host busy {host:.0f} %; {self.failed_loads} failed loads"
         )
 
 

@@ -145,9 +145,28 @@ class SlotTable:
         self._capacity = tuple(slots)
         self._free = list(reversed(self._capacity))  # the first given is the first of `slots`
         self._order = order
+        self._aside: set[int] = set()
         self._slot_of: dict[PageKey, int] = {}
         self._pins: dict[PageKey, int] = {}
         self.evictions = 0  # pages that made room for others, since the table was made
+
+    def set_aside(self, run: Sequence[int]) -> bool:
+        """Take slots out of use, with what lies there; nothing changes where one is pinned or out of use."""
+        lying = [key for key, slot in self._slot_of.items() if slot in run]
+        if any(key in self._pins for key in lying) or self._aside & set(run):
+            return False
+        for key in lying:
+            self.drop(key)
+        self.evictions += len(lying)
+        self._aside |= set(run)
+        self._free = [slot for slot in self._free if slot not in self._aside]
+        return True
+
+    def give_back(self, run: Sequence[int]) -> None:
+        """Have slots in use again that were set aside."""
+        assert self._aside >= set(run)
+        self._aside -= set(run)
+        self._free += reversed(run)
 
     def take(self, keys: Sequence[PageKey]) -> Taken:
         """Give slots to the pages that have none, and pin each once for each time that it is named.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.memory import slot_reference
 from tests.memory.pages import all_of, named, numbered, side_by_side, take_part
@@ -107,6 +108,39 @@ def test_a_page_of_no_layer_of_a_split_is_refused() -> None:
     table = SlotTable(shares=2, every=1, eviction="lru")
     with pytest.raises(ValueError, match="is of no layer of the pool"):
         take(table, PageKey(2, 0, 0))
+
+
+def runs(*firsts: int) -> NDArray[np.int32]:
+    return np.array(firsts, dtype=np.int32)
+
+
+@pytest.mark.parametrize("eviction", DEVICE_EVICTIONS)
+def test_slots_that_are_set_aside_hold_no_page_until_they_are_given_back(eviction: str) -> None:
+    table = make_table(6, eviction)
+    use(table, *range(6))
+    assert table.set_aside(runs(4, 2), 2).all()
+    assert resident(table) == {0, 1}
+    assert table.evictions == 4
+    use(table, *range(6))
+    assert (slots(table, 5)[0] < 2, len(table)) == (True, 2)
+    with pytest.raises(CapacityError, match="3 pages do not fit"):
+        take(table, page(0), page(1), page(2))
+    table.give_back(runs(4), 2)
+    table.check_integrity()
+    assert take(table, *map(page, range(4)))[1].count(True) >= 2
+    table.check_integrity()
+
+
+def test_a_run_with_a_pinned_slot_is_not_set_aside() -> None:
+    table = make_table(6)
+    take(table, page(0))
+    use(table, 1, 2)
+    assert table.set_aside(runs(0, 3, 4), 2).tolist() == [False, True, False]
+    assert resident(table) == {0, 1, 2}
+    with pytest.raises(ValueError, match="slot=2: is in use"):
+        table.give_back(runs(1), 2)
+    with pytest.raises(IndexError, match="slots 5 and 2 on: there are none"):
+        table.set_aside(runs(5), 2)
 
 
 def test_a_dropped_page_frees_its_slot_and_its_pins() -> None:
@@ -222,6 +256,7 @@ def test_the_native_table_is_the_reference_slot_for_slot(data: Any) -> None:
     shares, every = data.draw(st.sampled_from([1, layers])), data.draw(st.integers(1, 9))
     table, twin = SlotTable(shares=shares, every=every, eviction=eviction), Twin(shares, every, eviction)
     held: list[PageKey] = []
+    aside: list[tuple[int, range]] = []  # share and slots
     for _ in range(data.draw(st.integers(1, 30))):
         layer = data.draw(st.integers(0, layers - 1))
         of_layer = st.builds(PageKey, st.just(layer), st.integers(0, 1), st.integers(0, 6))
@@ -244,6 +279,15 @@ def test_the_native_table_is_the_reference_slot_for_slot(data: Any) -> None:
         dropped = data.draw(st.lists(of_layer, max_size=2))
         assert table.drop(numbered(dropped)) == sum(twin.table(layer).drop(key) for key in dropped)
         held = [key for key in held if key not in dropped]
+        share, length = data.draw(st.integers(0, shares - 1)), data.draw(st.integers(1, min(3, every)))
+        firsts = [share * every + data.draw(st.integers(0, every - length)) for _ in range(2)]
+        taken = table.set_aside(np.array(firsts, np.int32), length).tolist()
+        runs = [range(first, first + length) for first in firsts]
+        assert taken == [twin.tables[share].set_aside(run) for run in runs]
+        aside += [(share, run) for run, was_taken in zip(runs, taken, strict=True) if was_taken]
+        for back, run in [aside.pop(0) for _ in range(data.draw(st.integers(0, len(aside))))]:
+            table.give_back(np.array([run.start], np.int32), len(run))
+            twin.tables[back].give_back(run)
         table.check_integrity()
         assert (len(table), table.pinned) == (sum(map(len, twin.tables)), sum(of.pinned for of in twin.tables))
         assert table.evictions == sum(of.evictions for of in twin.tables)

@@ -53,4 +53,4 @@ def test_blocks_are_named_once_their_pages_are_full() -> None:
         stored = writer.take()
         stored.wait()
         assert stored.blocks == blocks
-    assert writer.take().mark is None
+    assert writer.take().marks == ()

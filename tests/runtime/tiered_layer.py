@@ -8,11 +8,12 @@ from typing import Any, Self
 import torch
 
 from tests.kernels.served_layer import Request, ServedLayer, Shape, Step
-from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.config import PAGE_POLICIES, HybridSparseConfig
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
+from vllm_hybrid_sparse.runtime.residency import Divide, StepResidency
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
@@ -37,20 +38,33 @@ class _Executor:
         if self._layer.on_cuda is not None:
             tables = [row[row >= 0].tolist() for row in block_table]
             of_block = self._layer.shape.block_tokens
-            on_device = DeviceBatch.from_tensors(query_start, seq_lens, mask.bool(), tables, of_block, slots)
+            on_device = DeviceBatch.from_tensors(
+                query_start, seq_lens, mask.bool(), tables, of_block, slots, divide=self._layer.divide
+            )
             self._layer.on_cuda.forward(query, key, value, kv_cache, on_device, output, *states)
             if self._layer.looks_back_at_once:
                 layer = self._layer.tier.layer_of(kv_cache)
                 waiting = [rows.slot for rows in self._layer.on_cuda.prompt_rows.waiting(layer)]
                 self._layer.on_cuda.look_back(layer, waiting, *states)
             return
-        tiered = TieredBatch.from_tensors(query_start, seq_lens, block_table, slot_mapping, mask, slots)
+        tiered = TieredBatch.from_tensors(
+            query_start, seq_lens, block_table, slot_mapping, mask, slots, divide=self._layer.divide
+        )
         self._layer.tiered.forward(query, key, value, kv_cache, tiered, output, *states)
 
+    def _is_resident(self, request: int) -> bool:
+        divided = self._layer.divided
+        decodes = [index for index, decodes in enumerate(self._layer.last_mask) if decodes]
+        return divided is not None and bool(divided.resident[decodes.index(request)])
+
     def _row(self, request: int) -> int:
-        return [index for index, decodes in enumerate(self._layer.last_mask) if decodes].index(request)
+        decodes = [index for index, decodes in enumerate(self._layer.last_mask) if decodes]
+        return [index for index in decodes if not self._is_resident(index)].index(request)
 
     def last_plan(self, request: int, kv_head: int) -> list[int]:
+        if self._is_resident(request):
+            tokens = self._layer.last_lengths[request]
+            return list(range(*self._layer.tier.settings.retained.candidate_range(tokens)))
         if self._layer.fluxion is not None:
             return self._native.last_plan(self._row(request), kv_head)
         return list(self._layer.tiered.last_pages[GroupKey(self._row(request), kv_head)])
@@ -71,11 +85,15 @@ class TieredServedLayer(ServedLayer):
     on_cuda: CudaLayers | None = None
     looks_back_at_once = True  # so that states are those of the step's last tokens; else the next decode step does so
     last_mask: list[bool]
+    last_lengths: list[int]
+    divide: Divide | None = None  # of a step, the same for all layers
+    divided: StepResidency | None = None  # its answer
 
     def batch(
         self, requests: Sequence[Request], query_lens: Sequence[int], decode_mask: Sequence[bool], slots: Sequence[int]
     ) -> NativeBatch:
         self.last_mask = list(decode_mask)
+        self.last_lengths = [len(request.key) for request in requests]
         return super().batch(requests, query_lens, decode_mask, slots)
 
 
@@ -87,7 +105,11 @@ class TieredModel:
     ) -> None:
         """With `device: cuda` in the settings the kernels run interpreted, over slots in CPU memory."""
         self._started = 0
-        self.config = HybridSparseConfig.from_mapping({"device": "emulated", **settings})
+        self.divided: StepResidency | None = None  # in the last step
+        defaults: dict[str, Any] = {"device": "emulated"}
+        if settings.get("policy", "progressive") in PAGE_POLICIES:
+            defaults["device_resident_share"] = 0.0  # whatever the device's own default
+        self.config = HybridSparseConfig.from_mapping({**defaults, **settings})
         device = torch.device("cpu") if self.config.device == "cuda" else None
         shape = shape or Shape()
         if shape.summary != "split_codes":
@@ -116,8 +138,28 @@ class TieredModel:
             request.slot = self._started - 1
         return requests
 
+    def _divide_once(self) -> Divide:
+        """What a server asks once a step, asked by every layer here: the first answer, if the question is the same."""
+        asked: list[tuple[list[Any], StepResidency | None]] = []
+
+        def divide(*step: Any) -> StepResidency | None:
+            tokens, tables, seq_lens, written = step
+            question = [list(tokens), [table[table >= 0].tolist() for table in tables], list(seq_lens), list(written)]
+            if not asked:
+                asked.append((question, self.tier.divide(*step)))
+                self.divided = asked[0][1]
+                for layer in self.layers:
+                    layer.divided = self.divided
+            assert question == asked[0][0], "the layers' requests have the same blocks"
+            return asked[0][1]
+
+        return divide
+
     def step(self, rows: Sequence[tuple[list[Request], int]], **options: Any) -> list[Step]:
         """One step of all layers; afterwards nothing is pinned."""
+        divide = self._divide_once()
+        for layer in self.layers:
+            layer.divide, layer.divided = divide, None
         steps = [
             layer.step(
                 [(request[index], tokens) for request, tokens in rows],
@@ -127,6 +169,8 @@ class TieredModel:
             )
             for index, layer in enumerate(self.layers)
         ]
+        for layer in self.layers:
+            layer.divide = None
         self.settle()
         return steps
 

@@ -16,8 +16,9 @@ from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
-from vllm_hybrid_sparse.runtime.host import host_runtime
+from vllm_hybrid_sparse.runtime.host import HostRuntime, host_runtime
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
+from vllm_hybrid_sparse.runtime.residency import Divide
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 
 
@@ -33,6 +34,7 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
     """Wraps vLLM's own CPU tensors; copies none but the decode mask. Names the slots of requests that have state."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _runtime: HostRuntime | None = None
     _shares = False  # whether a device shares the decode rows
     _blocks: BlockMirror | None = None  # on CUDA: the block tables in host memory
     _requests: RequestSlots | None = None  # where the policy keeps state of requests
@@ -40,7 +42,7 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        runtime = host_runtime(settings_of(vllm_config))
+        self._runtime = runtime = host_runtime(settings_of(vllm_config))
         self._blocks = runtime.blocks if runtime.settings.device == "cuda" else None
         self._block_tokens = vllm_config.cache_config.block_size
         self._requests = runtime.requests if runtime.keeps_request_state else None
@@ -69,7 +71,13 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
             return HybridSparseMetadata(NativeBatch.from_tensors(starts, lengths, *pages, decoding, slots))
         if self._needs_state:
             decoding &= self._follows(slots, lengths, starts)
-        return HybridSparseMetadata(TieredBatch.from_tensors(starts, lengths, *pages, decoding, slots))
+        tiered = TieredBatch.from_tensors(starts, lengths, *pages, decoding, slots, divide=self._divide())
+        return HybridSparseMetadata(tiered)
+
+    def _divide(self) -> Divide | None:
+        """What says which rows are resident; the worker makes the device tier after the builder."""
+        tier = None if self._runtime is None else self._runtime.device_tier
+        return None if tier is None else tier.divide
 
     def _device_batch(self, meta: CommonAttentionMetadata, blocks: BlockMirror) -> DeviceBatch | None:
         """The step from what vLLM keeps in host memory, and the mirrored block tables; None in a made-up step."""
@@ -88,7 +96,9 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
             slots = self._requests.of(names)
         if self._needs_state:
             decoding &= self._follows(slots, lengths, starts)
-        return DeviceBatch.from_tensors(starts, lengths, decoding, tables, self._block_tokens, slots)
+        return DeviceBatch.from_tensors(
+            starts, lengths, decoding, tables, self._block_tokens, slots, divide=self._divide()
+        )
 
     def _follows(self, slots: torch.Tensor | None, lengths: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """Of each request, whether its state is for the tokens before the step's; they advance to the step's last."""

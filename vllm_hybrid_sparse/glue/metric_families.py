@@ -48,6 +48,12 @@ DEVICE_COUNTERS = tuple(
         ("device_hit_pages", "pages_hit", "Pages of those wanted that the device pool had."),
         ("device_fetched_pages", "pages_fetched", "Pages of those wanted that were copied from host memory."),
         ("device_evicted_pages", "pages_evicted", "Pages that made room for others in the device pool."),
+        (
+            "device_resident_selections",
+            "resident_groups",
+            "Selections of requests all of whose blocks the device had; it read them whole and by itself.",
+        ),
+        ("device_entered_blocks", "blocks_entered", "Blocks of all layers that were copied to the device as wholes."),
         ("device_failed_loads", "failed_loads", "Loads for a selection that failed; the host attended their pages."),
         ("device_busy_seconds", "device_busy_s", "Time that the device attended."),
         ("host_busy_seconds", "host_busy_s", "Time that the host attended selections that it had taken."),

@@ -59,6 +59,7 @@ class DevicePool:
         self.shape = shape
         self.key = torch.empty(size, dtype=shape.dtype, device=device)  # [slots, 16, head_dim], rows of tokens
         self.value = torch.empty(size, dtype=shape.dtype, device=device)
+        self._aside = 0  # slots that are set aside
         self._table = SlotTable(shares=shares, every=shape.layer_capacity_pages, eviction=shape.eviction)
 
     def take(self, pages: NDArray[np.int64], wanted: NDArray[np.bool_]) -> Taken:
@@ -93,9 +94,28 @@ class DevicePool:
         """Copy pages of a layer's host store into slots; what fails has filled none, or may be tried again."""
         self.put(slots, *source.read(pages))
 
+    def set_aside(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
+        """Take runs of slots of a unified pool out of use, until they are given back: see `SlotTable.set_aside`."""
+        taken = self._table.set_aside(firsts, length)
+        self._aside += int(taken.sum()) * length
+        return taken
+
+    def give_back(self, firsts: NDArray[np.int32], length: int) -> None:
+        """Have runs of slots in use again that were set aside."""
+        self._table.give_back(firsts, length)
+        self._aside -= len(firsts) * length
+
+    @property
+    def layer_slots(self) -> int:
+        """The most slots that single pages of one layer can have now."""
+        return self.shape.layer_capacity_pages - self._aside
+
     def mark(self) -> Mark | None:
         """Behind which all is in its slots that was put there; None: it is there already."""
         return None
+
+    def follow(self, mark: Mark | None) -> None:
+        """Let what is put into slots from now on wait for a mark."""
 
     def put(self, slots: NDArray[np.int32], key: Tensor, value: Tensor) -> None:
         """Fill slots; key and value [slots, 16, head_dim] of the pool's dtype."""

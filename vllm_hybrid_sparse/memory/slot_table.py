@@ -70,6 +70,21 @@ class SlotTable:
         self._native.slots_of(_address(listed), listed.size, _address(slots))
         return slots
 
+    def set_aside(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
+        """Take runs of slots out of use, which evicts what lies there, until they are given back.
+
+        firsts    [runs]   the first slot of each run of `length`; IndexError where there are no such slots
+        returns   [runs]   whether it was taken; where a slot of it is pinned or out of use, it stays as it was
+        """
+        listed, taken = np.ascontiguousarray(firsts), np.empty(len(firsts), np.bool_)
+        self._native.set_aside(_address(listed), len(listed), length, _address(taken))
+        return taken
+
+    def give_back(self, firsts: NDArray[np.int32], length: int) -> None:
+        """Have runs of slots in use again that were set aside. ValueError where one was not."""
+        listed = np.ascontiguousarray(firsts)
+        self._native.give_back(_address(listed), len(listed), length)
+
     def pages(self) -> NDArray[np.int64]:
         """The pages that have a slot, in no order."""
         return np.array(self._native.pages(), dtype=np.int64)

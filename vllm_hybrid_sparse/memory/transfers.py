@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import CapacityError, LoadError
+from vllm_hybrid_sparse.memory.block_frames import FrameShape
 from vllm_hybrid_sparse.memory.device_pool import DevicePool
 from vllm_hybrid_sparse.memory.host_pages import HostPages
-from vllm_hybrid_sparse.memory.page_keys import PageKey
+from vllm_hybrid_sparse.memory.page_keys import PageKey, page_numbers
 from vllm_hybrid_sparse.memory.queues import Mark
 from vllm_hybrid_sparse.memory.slot_table import NO_SLOT
 
@@ -55,6 +56,18 @@ class Loaded:
         """[parts], those that have something in the pool."""
         has_slots: NDArray[np.bool_] = np.any(self.slots >= 0, axis=1)
         return has_slots
+
+
+@dataclass(frozen=True, slots=True)
+class FrameFill:
+    """Blocks of one layer that are to lie in frames, whose slots are set aside."""
+
+    source: HostPages  # of the layer
+    shape: FrameShape
+    layer: int
+    blocks: NDArray[np.int64]
+    frames: NDArray[np.int32]
+    after: Mark | None  # behind what else reads the frames; None: nothing does
 
 
 class Loader:
@@ -98,6 +111,22 @@ class Loader:
         """
         return self._stream.submit(lambda: self.pool.missing(pages).sum(axis=1))
 
+    def set_aside(self, firsts: NDArray[np.int32], length: int) -> Future[NDArray[np.bool_]]:
+        """Take runs of slots out of use for frames; see `SlotTable.set_aside`."""
+        return self._stream.submit(self.pool.set_aside, firsts, length)
+
+    def give_back(self, firsts: NDArray[np.int32], length: int, after: Mark | None) -> Future[None]:
+        """Have runs of slots in use again; what is loaded there waits for a mark."""
+        return self._stream.submit(self._give_back, firsts, length, after)
+
+    def fill_frames(self, fill: FrameFill) -> Future[Mark | None]:
+        """Copy one layer's part of blocks to their frames; a mark behind the copies, None where they are done.
+
+        Single slots that hold pages of the blocks are free then: what is written to a block in a frame is not written
+        there. LoadError where a page could not be copied.
+        """
+        return self._stream.submit(self._fill_frames, fill)
+
     def settled(self) -> Future[None]:
         """Done once all is that was asked for before."""
         return self._stream.submit(lambda: None)
@@ -114,6 +143,29 @@ class Loader:
             of_held = torch.from_numpy(held)
             self.pool.put_tokens(slots[held], offsets[held], key[of_held], value[of_held])
         return len(held)
+
+    def _give_back(self, firsts: NDArray[np.int32], length: int, after: Mark | None) -> None:
+        self.pool.follow(after)
+        self.pool.give_back(firsts, length)
+
+    @torch.inference_mode()
+    def _fill_frames(self, fill: FrameFill) -> Mark | None:
+        self.pool.follow(fill.after)
+        of_block, heads = np.arange(fill.shape.pages_per_block), np.arange(fill.shape.kv_heads)[:, None]
+        pages = page_numbers(
+            fill.layer, heads, fill.blocks[:, None, None] * fill.shape.pages_per_block + of_block
+        ).ravel()
+        self.pool.drop(pages)
+        slots = fill.shape.slots_of(fill.frames, fill.layer).ravel()
+        try:
+            for first in range(0, len(pages), COPY_PAGES):
+                some = slice(first, first + COPY_PAGES)
+                self.pool.fill(slots[some], fill.source, pages[some])
+        except Exception as error:
+            raise LoadError(
+                f"layer={fill.layer}: {len(fill.blocks)} blocks could not be copied to the device: {error}"
+            ) from error
+        return self.pool.mark()
 
     @torch.inference_mode()
     def _load(self, load: Load) -> Loaded:

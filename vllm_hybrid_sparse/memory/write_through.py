@@ -1,13 +1,14 @@
 """New keys and values from a GPU into the pinned host store: a prompt's pages as wholes, the rest by the token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vllm_hybrid_sparse.kernels.copy.gpu import store_pages, store_tokens
+from vllm_hybrid_sparse.kernels.copy.gpu import TokenFrames, store_pages, store_tokens
 from vllm_hybrid_sparse.memory.host_pages import HostPages
-from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, upload
+from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, current_queue, upload
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
@@ -15,13 +16,13 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 class Stored:
     """What was stored in one layer's host store, maybe still under way. The host reads none of it before `wait`."""
 
-    mark: Mark | None  # behind the stores; None: there were none
+    marks: tuple[Mark, ...]  # behind the stores of each queue; empty: there were none
     blocks: list[int]  # with pages that were filled, whose summaries are missing; ascending
 
     def wait(self) -> None:
         """Until the host store holds it."""
-        if self.mark is not None:
-            self.mark.wait()
+        for mark in self.marks:
+            mark.wait()
 
 
 class WriteThrough:
@@ -34,7 +35,8 @@ class WriteThrough:
         queue    where stores go, and whatever else reads the store on the device
         """
         self._source, self._queue = source, queue
-        self._stored: Mark | None = None
+        self._stored: Mark | None = None  # behind the chunks
+        self._rows_stored: Mark | None = None  # behind the rows
         self._blocks: set[int] = set()  # with pages that were filled since they were last taken
 
     def store(self, key: Tensor, value: Tensor, first_token: int, pages: Tensor) -> None:
@@ -59,10 +61,30 @@ class WriteThrough:
         filled = pages[: end_whole - first_page]
         self._blocks.update((filled // self._source.pages_per_block).tolist())
 
+    def store_rows(
+        self,
+        key: Tensor,
+        value: Tensor,
+        offsets: Tensor,
+        places: Tensor,
+        frames: TokenFrames,
+        filled_pages: Sequence[int],
+    ) -> None:
+        """Store one token of each of some requests, in frames of the pool as well, on the queue of the caller.
+
+        offsets, places   [rows, kv_heads] int64, [rows] int32   on the device: as `store_tokens` takes them
+        key, value        [rows, kv_heads, head_dim]             of the KV dtype, on the device; rows may be strided
+        filled_pages      of the host store, those that the tokens fill
+        """
+        store_tokens(self._source.elements, offsets, places, key, value, frames)
+        self._rows_stored = current_queue(key.device).mark()
+        self._blocks.update(page // self._source.pages_per_block for page in filled_pages)
+
     def take(self) -> Stored:
         """What was stored since the last call."""
-        stored = Stored(self._stored, sorted(self._blocks))
-        self._stored, self._blocks = None, set()
+        marks = tuple(mark for mark in (self._stored, self._rows_stored) if mark is not None)
+        stored = Stored(marks, sorted(self._blocks))
+        self._stored, self._rows_stored, self._blocks = None, None, set()
         return stored
 
     def _store_pages(self, key: Tensor, value: Tensor, pages: Tensor) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_hybrid_sparse.kernels.frame_attention.gpu import attend_frames
 from vllm_hybrid_sparse.kernels.merge.attribution import attribute_unread
 from vllm_hybrid_sparse.kernels.merge.choice import choose_merge
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState
@@ -25,6 +26,7 @@ from vllm_hybrid_sparse.memory.slot_table import NO_SLOT
 from vllm_hybrid_sparse.memory.transfers import Loaded
 from vllm_hybrid_sparse.runtime.device import Attended, PartialAttention, RowStates, WaveFlags
 from vllm_hybrid_sparse.runtime.readings import ReadingWave
+from vllm_hybrid_sparse.runtime.residency import ResidentRows
 from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 
 LAUNCH_THREAD = "hybrid-sparse-device"
@@ -100,6 +102,17 @@ class CudaDevice:
         with self._queue.launching():
             unread = upload(log_unread, self._queue.device)
             states.out.copy_(attribute_unread(states.out, states.lse, *retained, unread, share))
+
+    def attend_frames(
+        self, query: Tensor, frames: tuple[Tensor, Tensor], rows: ResidentRows, output: Tensor, scale: float
+    ) -> None:
+        """See `Device`; launched on the caller's queue."""
+        attended = rows.of(output)
+        attend_frames(
+            rows.of(query), *frames, rows.frames, rows.lengths, attended, scale=scale, longest=max(rows.seq_lens)
+        )
+        if not rows.together:
+            output[rows.index] = attended
 
     def give(self, states: RowStates, output: Tensor, rows: Sequence[int]) -> None:
         """See `Device`."""

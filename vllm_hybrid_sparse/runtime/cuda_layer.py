@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.kernels.copy.gpu import TokenFrames
 from vllm_hybrid_sparse.kernels.fluxion.native import keep_queries
 from vllm_hybrid_sparse.kernels.hgca.native import judging_rows, reevaluate
 from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
@@ -21,6 +22,7 @@ from vllm_hybrid_sparse.memory.write_through import Stored, WriteThrough
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch, PromptChunk
 from vllm_hybrid_sparse.runtime.prefill import StreamedPrefill
 from vllm_hybrid_sparse.runtime.prompt_rows import Arriving, PromptRows
+from vllm_hybrid_sparse.runtime.residency import ResidentRows
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 
@@ -76,6 +78,8 @@ class CudaLayers:
         rows, arrived = self._start_copy((query, key, value), batch.decode_tokens)
         for chunk in batch.chunks:
             self._store(store, key, value, chunk)
+        if batch.resident is not None:
+            self._attend_resident(query, key, value, layer, batch.resident, output)
         for chunk in batch.chunks:
             self._prefill.attend(query, key, value, self._tier.source(kv_cache), chunk, output)
         if batch.chunks:
@@ -102,6 +106,24 @@ class CudaLayers:
             fluxion,
             device_output=(output, batch.decode_tokens),
         )
+
+    def _attend_resident(
+        self, query: Tensor, key: Tensor, value: Tensor, layer: int, rows: ResidentRows, output: Tensor
+    ) -> None:
+        """Launch what resident rows need, on vLLM's own queue: the host has no part in it."""
+        assert self._tier.residency is not None
+        frames = self._tier.residency.frames(layer)
+        if rows.ready is not None:
+            current_queue(self._device).follow(rows.ready)
+        self._stores[layer].store_rows(
+            rows.of(key),
+            rows.of(value),
+            rows.host_offsets,
+            rows.host_places,
+            TokenFrames(*frames, rows.new_frames, rows.new_places),
+            rows.filled_pages,
+        )
+        self._tier.device.attend_frames(query, frames, rows, output, self._attention.scale)
 
     def look_back(
         self,

@@ -17,6 +17,7 @@ from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState
 from vllm_hybrid_sparse.memory.queues import host_empty
 from vllm_hybrid_sparse.memory.transfers import Loaded
 from vllm_hybrid_sparse.runtime.readings import ReadingWave
+from vllm_hybrid_sparse.runtime.residency import ResidentRows
 from vllm_hybrid_sparse.values import GroupKey
 
 
@@ -158,6 +159,18 @@ class Device(Protocol):
 
         retained     of the retained sets alone
         log_unread   [rows, q_heads] f32 in host memory, natural log; -inf where nothing is to be given
+        """
+
+    def attend_frames(
+        self, query: Tensor, frames: tuple[Tensor, Tensor], rows: ResidentRows, output: Tensor, scale: float
+    ) -> None:
+        """Attend with resident rows to all of their contexts, the new tokens included, which are in frames by now.
+
+        Nothing is waited for: what the caller launches next follows.
+
+        query    [tokens, q_heads, head_dim]   of the step, where the caller computes
+        frames   K and V of the layer, as `Residency.frames` gives them
+        output   [tokens, q_heads, head_dim]   likewise; rows of others are left alone
         """
 
     def give(self, states: RowStates, output: Tensor, rows: Sequence[int]) -> None:

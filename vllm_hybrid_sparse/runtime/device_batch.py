@@ -4,13 +4,15 @@ vLLM's block tables lie on the GPU too. The worker mirrors them in host memory, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.runtime.residency import Divide, ResidentRows
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
@@ -48,9 +50,10 @@ class PromptChunk:
 class DeviceBatch:
     """One step's batch, divided once for all layers."""
 
-    decode: TieredBatch  # decode rows alone: token i of it is row i
+    decode: TieredBatch  # decode rows alone, but for those that are resident: token i of it is row i
     decode_tokens: tuple[int, ...]  # of the step's batch, those that the rows are
     chunks: tuple[PromptChunk, ...]
+    resident: ResidentRows | None = None  # decode rows that the device reads by itself
 
     @classmethod
     def from_tensors(
@@ -61,6 +64,7 @@ class DeviceBatch:
         block_tables: Sequence[Sequence[int]],
         block_tokens: int,
         slots: Tensor | None = None,
+        divide: Divide | None = None,
     ) -> Self:
         """Check and divide. KernelError where a block table is too short for its request.
 
@@ -70,6 +74,7 @@ class DeviceBatch:
                                                  under HGCA only of requests whose state is for the tokens before it
         block_tables      [requests][blocks]     block ids
         slots             [requests] int32       where a layer keeps each request's state; None: the layers keep none
+        divide            says which decode rows are resident; None: none is
         """
         starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
         of_block = block_tokens // PAGE_TOKENS
@@ -87,17 +92,20 @@ class DeviceBatch:
                 slot = -1 if slots is None else int(slots[request])
                 chunks.append(PromptChunk(starts[request], tokens, seq_len - tokens, table, of_block, slot))
         written = [page for chunk in chunks for page in chunk.written_pages.tolist()]
-        return cls(
-            decode=_decode_batch(
-                tables,
-                [lengths[request] for request in decodes],
-                block_tokens,
-                None if slots is None else slots[decodes],
-                written,
-            ),
-            decode_tokens=tuple(starts[request] for request in decodes),
-            chunks=tuple(chunks),
+        tokens = [starts[request] for request in decodes]
+        resident = entering = None
+        if divide is not None and (divided := divide(tokens, tables, [lengths[row] for row in decodes], written)):
+            resident, entering = divided.rows, divided.entering
+            stays = [not row for row in divided.resident.tolist()]
+            decodes, tables, tokens = (list(compress(of_rows, stays)) for of_rows in (decodes, tables, tokens))
+        decode = _decode_batch(
+            tables,
+            [lengths[request] for request in decodes],
+            block_tokens,
+            None if slots is None else slots[decodes],
+            written,
         )
+        return cls(replace(decode, entering=entering), tuple(tokens), tuple(chunks), resident)
 
 
 def _decode_batch(

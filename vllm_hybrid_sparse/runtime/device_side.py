@@ -63,7 +63,7 @@ class DeviceSide:
 
     def wave(self, readings: Sequence[Reading]) -> ReadingWave:
         """Put readings side by side, in rounds for which the pool has room; two microbatches of each must fit it."""
-        return ReadingWave.of(readings, self._loader.pool.shape.layer_capacity_pages // _POOL_PARTS)
+        return ReadingWave.of(readings, self._loader.pool.layer_slots // _POOL_PARTS)
 
     def run(self, rows: LayerRows, waves: Iterable[ReadingWave]) -> DeviceResult:
         """Read wave after wave.

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_hybrid_sparse.kernels.frame_attention.reference import attend_frames
 from vllm_hybrid_sparse.kernels.merge.attribution import attribute_unread
 from vllm_hybrid_sparse.kernels.merge.reference import merge_states
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState
@@ -20,6 +21,7 @@ from vllm_hybrid_sparse.memory.device_pool import DevicePool
 from vllm_hybrid_sparse.memory.transfers import Loaded
 from vllm_hybrid_sparse.runtime.device import Attended, PartialAttention, RowStates, WaveFlags
 from vllm_hybrid_sparse.runtime.readings import Reading, ReadingWave, kept_share
+from vllm_hybrid_sparse.runtime.residency import ResidentRows
 from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 
 THREAD_NAME = "hybrid-sparse-device"
@@ -87,6 +89,13 @@ class EmulatedDevice:
     def attribute(self, states: RowStates, retained: PartialAttention, log_unread: Tensor, share: float) -> None:
         """See `Device`."""
         states.out.copy_(attribute_unread(states.out, states.lse, *retained, log_unread, share))
+
+    def attend_frames(
+        self, query: Tensor, frames: tuple[Tensor, Tensor], rows: ResidentRows, output: Tensor, scale: float
+    ) -> None:
+        """See `Device`."""
+        attended = attend_frames(rows.of(query), *frames, rows.frames, rows.lengths, scale=scale, dtype=torch.float32)
+        output[rows.index] = attended.to(output.dtype)
 
     def give(self, states: RowStates, output: Tensor, rows: Sequence[int]) -> None:
         """See `Device`."""

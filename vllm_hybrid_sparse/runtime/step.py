@@ -16,6 +16,7 @@ from vllm_hybrid_sparse.memory.page_keys import page_numbers
 from vllm_hybrid_sparse.runtime.host_side import HostSide
 from vllm_hybrid_sparse.runtime.page_rows import PageRows
 from vllm_hybrid_sparse.runtime.predicted_rows import PredictedRows
+from vllm_hybrid_sparse.runtime.residency import ResidentRows
 from vllm_hybrid_sparse.runtime.salient_rows import SalientRows
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
@@ -28,7 +29,7 @@ class TieredLayer:
     def __init__(self, tier: DeviceTier, attention: NativeAttention, scale: float) -> None:
         settings = tier.settings
         self._tier = tier
-        self._attention = attention
+        self._attention, self._scale = attention, scale
         self._kv_heads = np.arange(attention.num_kv_heads)
         self._selection = native_selection(settings.selection, settings.retained)
         host = HostSide(attention)
@@ -64,15 +65,39 @@ class TieredLayer:
         self._attention.forward(query, key, value, kv_cache, batch.native, self._selection, None, output, hgca, fluxion)
         if key is not None and value is not None:
             self._write_through(key, value, self._tier.layer_of(kv_cache), batch)
-        if not batch.rows:
-            return
-        target = device_output or (output, batch.rows)
+        if batch.resident is not None:
+            self._attend_resident(query, key, value, self._tier.layer_of(kv_cache), batch.resident, output)
+        if batch.rows:
+            self._decode(query, kv_cache, batch, hgca, fluxion, device_output or (output, batch.rows))
+        if batch.entering is not None and self._tier.residency is not None:
+            self._tier.residency.enter(self._tier.layer_of(kv_cache), batch.entering)
+
+    def _decode(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        batch: TieredBatch,
+        hgca: _native.HgcaLayer | None,
+        fluxion: _native.FluxionLayer | None,
+        target: tuple[Tensor, Sequence[int]],
+    ) -> None:
         if hgca is not None:
             self._salient.decode(query, kv_cache, batch, hgca, *target)
         elif fluxion is not None:
             self._predicted.decode(query, kv_cache, batch, fluxion, *target)
         else:
             self._pages.decode(query, kv_cache, batch, *target)
+
+    def _attend_resident(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, rows: ResidentRows, output: Tensor
+    ) -> None:
+        """The rows that the device reads by itself, where their tensors lie in host memory."""
+        assert self._tier.residency is not None
+        frames = self._tier.residency.frames(layer)
+        if key is not None and value is not None:
+            for stored, new in zip(frames, (key, value), strict=True):
+                stored[rows.new_frames, :, rows.new_places] = rows.of(new)
+        self._tier.device.attend_frames(query, frames, rows, output, self._scale)
 
     def _write_through(self, key: Tensor, value: Tensor, layer: int, batch: TieredBatch) -> None:
         """Keep the pool true: pages that prefill has written are dropped, a decode row's token is written there too."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.readings import ReadingWave
+from vllm_hybrid_sparse.runtime.residency import Divide, Entering, ResidentRows
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
@@ -17,12 +18,14 @@ class TieredBatch:
     """One step's batch, divided once for all layers."""
 
     native: NativeBatch  # of all; decode rows have a length of 0 there, so that they are appended and not attended
-    rows: tuple[int, ...]  # decode rows: their query tokens in the batch
+    rows: tuple[int, ...]  # decode rows, but for those that are resident: their query tokens in the batch
     seq_lens: tuple[int, ...]  # of the decode rows' requests, the new token included
     block_tables: Tensor  # [rows, blocks] int32
     stored: NativeBatch  # of the decode rows, once their tokens are stored
     new_slots: tuple[int, ...]  # where each row's token is stored: block * block_tokens + offset; negative: nowhere
     written_pages: tuple[int, ...]  # pages of the host store that the other rows' tokens are stored in
+    resident: ResidentRows | None = None  # decode rows that the device reads by itself
+    entering: Entering | None = None  # blocks that the device is to hold from the next step on
     slots: tuple[int, ...] = ()  # where a layer keeps the state of each row's request, if it does
     # By what is read, the waves of parts that all layers read alike: the first one puts them here (`decode_rows.py`).
     waves: dict[str, list[ReadingWave]] = field(default_factory=dict)
@@ -38,22 +41,31 @@ class TieredBatch:
         slots: Tensor | None = None,
         *,
         written_pages: Sequence[int] = (),
+        divide: Divide | None = None,
     ) -> Self:
         """Check and divide. The arguments and errors are those of `NativeBatch.from_tensors`.
 
         decode_mask     under HGCA only of requests whose state is for the tokens before the new one
         written_pages   pages of the host store that something else than the batch's tokens is stored in
+        divide          says which decode rows are resident; None: none is
         """
         NativeBatch.from_tensors(query_start_loc, seq_lens, block_table, slot_mapping, decode_mask, slots)
         decodes = decode_mask.bool() & (query_start_loc.diff() == 1)
         lengths = seq_lens.masked_fill(decodes, 0)
         native = NativeBatch.from_tensors(query_start_loc, lengths, block_table, slot_mapping, decode_mask, slots)
         requests = decodes.nonzero().flatten()
-        rows, row_tables = len(requests), block_table[requests]
         tokens = query_start_loc[:-1][requests].long()
         others = torch.ones(native.num_tokens, dtype=torch.bool)
         others[tokens] = False
         stored = slot_mapping[: native.num_tokens][others]
+        written = (*(stored[stored >= 0] // PAGE_TOKENS).unique().tolist(), *written_pages)
+        divided = None
+        if divide is not None:
+            divided = divide(tokens.tolist(), block_table[requests].unbind(), seq_lens[requests].tolist(), written)
+        if divided is not None:
+            requests = requests[torch.from_numpy(~divided.resident)]
+            tokens = query_start_loc[:-1][requests].long()
+        rows, row_tables = len(requests), block_table[requests]
         return cls(
             native=native,
             rows=tuple(tokens.tolist()),
@@ -68,6 +80,8 @@ class TieredBatch:
                 torch.full((rows,), -1, dtype=torch.int32) if slots is None else slots[requests],
             ),
             new_slots=tuple(slot_mapping[tokens].tolist()),
-            written_pages=(*(stored[stored >= 0] // PAGE_TOKENS).unique().tolist(), *written_pages),
+            written_pages=written,
+            resident=None if divided is None else divided.rows,
+            entering=None if divided is None else divided.entering,
             slots=() if slots is None else tuple(slots[requests].tolist()),
         )

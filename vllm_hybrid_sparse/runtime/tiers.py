@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, NativeAttention
+from vllm_hybrid_sparse.memory.block_frames import FrameShape
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.layout import BlockLayout
@@ -22,6 +23,7 @@ from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 from vllm_hybrid_sparse.runtime.device import Device
 from vllm_hybrid_sparse.runtime.device_side import DeviceSide
 from vllm_hybrid_sparse.runtime.emulated import EmulatedDevice
+from vllm_hybrid_sparse.runtime.residency import Residency, StepResidency
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -85,16 +87,40 @@ class DeviceTier:
             code_bits=settings.page_code_bits,
         )
         self.kv_heads = attention.num_kv_heads
+        self._page_bytes = attention.layout.page_bytes
         self._sources: dict[int, HostPages] = {}
+        self.residency = self._residency(kv_caches, least)
         self._stats = TierStats()
         self._decode_stats = DecodeStats()
         self._evictions = 0
         self.failures = 0  # loads that failed since the start
 
+    def _residency(self, kv_caches: Sequence[Tensor], least: int) -> Residency | None:
+        """What keeps whole blocks on the device; None where the settings have none, or there is no room for one."""
+        share = self.settings.device_resident_share
+        if not share:
+            return None
+        shape = FrameShape(
+            layers=len(self._layer_of), kv_heads=self.kv_heads, pages_per_block=self._layout.pages_per_block
+        )
+        capacity = self.pool.shape.capacity_pages
+        frames = min(int(capacity * share), capacity - least) // shape.slots
+        if frames < 1:
+            logger.warning(
+                "hybrid_sparse.device_resident_share=%s: a block of all layers takes %d of the %d slots, so no request "
+                "is resident",
+                share,
+                shape.slots,
+                capacity,
+            )
+            return None
+        sources = {self.layer_of(kv_cache): self.source(kv_cache) for kv_cache in kv_caches}
+        return Residency(self.loader, shape, [sources[layer] for layer in range(shape.layers)], frames)
+
     @property
     def groups_at_once(self) -> int:
         """Groups of one layer that fit the pool together."""
-        return self.pool.shape.layer_capacity_pages // group_pages(self.settings)
+        return self.pool.layer_slots // group_pages(self.settings)
 
     def layer_of(self, kv_cache: Tensor) -> int:
         """The number of the layer that stores its keys there. KernelError where it is none of the tier's."""
@@ -119,6 +145,46 @@ class DeviceTier:
         heads = np.arange(self.kv_heads)[:, None]
         layers = range(len(self._layer_of))
         self.loader.forget(np.stack([page_numbers(layer, heads, pages) for layer in layers])).result()
+        if self.residency is not None:
+            self.residency.forget(blocks)
+
+    def divide(
+        self, tokens: Sequence[int], tables: Sequence[Tensor], seq_lens: Sequence[int], written_pages: Sequence[int]
+    ) -> StepResidency | None:
+        """Say which decode rows of a step the device reads by itself; None where it never does. Once a step.
+
+        The arguments are those of `Residency.divide`; written_pages are of the host store, those that something else
+        than decode rows writes in this step.
+        """
+        if self.residency is None:
+            return None
+        self.residency.forget(sorted({page // self._layout.pages_per_block for page in written_pages}))
+        entered = self.residency.entered_blocks
+        divided = self.residency.divide(tokens, [table.numpy() for table in tables], seq_lens)
+        for error in self.residency.failures:
+            self.report_failure(error)
+        self.residency.failures.clear()
+        of_rows = [] if divided.rows is None else divided.rows.seq_lens
+        every = self.kv_heads * len(self._layer_of)  # all layers read alike
+        groups, pages = len(of_rows) * every, sum(-(-seq_len // PAGE_TOKENS) for seq_len in of_rows) * every
+        read_bytes = pages * self._page_bytes
+        self.count(
+            TierStats(
+                groups=groups,
+                resident_groups=groups,
+                pages_wanted=pages,
+                pages_hit=pages,
+                blocks_entered=self.residency.entered_blocks - entered,
+            ),
+            DecodeStats(
+                selections=groups,
+                pages_total=pages,
+                pages_read=pages,
+                total_bytes=read_bytes,
+                read_bytes=read_bytes,
+            ),
+        )
+        return divided
 
     def count(self, tiers: TierStats, decode: DecodeStats) -> None:
         """Add what a layer's step did."""

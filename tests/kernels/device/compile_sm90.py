@@ -21,6 +21,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from vllm_hybrid_sparse.kernels.copy.gpu import load_pages, store_pages, store_tokens
+from vllm_hybrid_sparse.kernels.frame_attention.gpu import attend_frames
 from vllm_hybrid_sparse.kernels.merge.gpu import merge_states
 from vllm_hybrid_sparse.kernels.score.gpu import group_scores, score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.gpu import attend_slots
@@ -64,6 +65,12 @@ def launch_everything(dtype: torch.dtype, head_dim: int, group: int) -> None:
     attend_slots(query, pools[0], pools[1], table, table, done, out, lse, page_lse, scale=0.1)
     scores = torch.zeros(rows, q_heads, pages * 16)
     attend_slots(query, pools[0], pools[1], table, table, done, out, lse, page_lse, scale=0.1, token_scores=scores)
+
+    seq_lens, blocks = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 8, dtype=torch.int32)
+    for frame_tokens in (16, 128):
+        key, value = torch.zeros(4, 3, 2, kv_heads, frame_tokens, head_dim, dtype=dtype)[:, 1].unbind(1)
+        for output in (query, out):
+            attend_frames(query, key, value, blocks, seq_lens, output, scale=0.1, longest=8 * frame_tokens)
 
     host = torch.zeros(4096 * 4, dtype=dtype)
     offsets, slots = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 KERNELS = {
+    "_attend_frames_kernel",
     "_attend_kernel",
     "_group_kernel",
     "_merge_kernel",
+    "_merge_splits_kernel",
     "_move_pages_kernel",
     "_score_kernel",
     "_store_tokens_kernel",

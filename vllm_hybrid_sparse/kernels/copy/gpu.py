@@ -1,5 +1,7 @@
 """Pages between pinned host memory and slots, read and written in place by kernels (UVA), repacked on the way."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -59,8 +61,24 @@ def _move_pages(
     )
 
 
-def store_tokens(host: Tensor, page_offsets: Tensor, page_tokens: Tensor, key: Tensor, value: Tensor) -> None:
-    """Write new tokens' K and V through to their pages of the host store.
+class TokenFrames(NamedTuple):
+    """Places of tokens in frames of the pool, runs of slots that hold whole blocks (`memory/block_frames.py`)."""
+
+    key: Tensor  # [frames, kv_heads, tokens of a block, head_dim], out; frames may be strided
+    value: Tensor  # likewise
+    numbers: Tensor  # [tokens] int32, the frame of each, trusted
+    places: Tensor  # [tokens] int32, its place in the block, trusted
+
+
+def store_tokens(
+    host: Tensor,
+    page_offsets: Tensor,
+    page_tokens: Tensor,
+    key: Tensor,
+    value: Tensor,
+    frames: TokenFrames | None = None,
+) -> None:
+    """Write new tokens' K and V through to their pages of the host store, and into frames of the pool beside it.
 
     What bounds it: the link to the host, by the number of its writes rather than by bytes. A token's key lies apart
     there, `packed_together` elements at a time. One token of a step is little; a prompt's pages go by `store_pages`.
@@ -69,6 +87,7 @@ def store_tokens(host: Tensor, page_offsets: Tensor, page_tokens: Tensor, key: T
     page_offsets   [tokens, kv_heads]              int64, elements from `host` to the page, trusted; negative: skip
     page_tokens    [tokens]                        int32, place of the token in its page, 0 to 15, trusted
     key, value     [tokens, kv_heads, head_dim]    bf16 | f16 | f32, tokens may be strided
+    frames         where the tokens are stored on the device, too; None: nowhere
     """
     device = key.device
     check_tensor("key", key, KV_DTYPES, (None, None, None), device, strided_dims=1)
@@ -78,6 +97,12 @@ def store_tokens(host: Tensor, page_offsets: Tensor, page_tokens: Tensor, key: T
     _check_host(host, key.dtype, device)
     check_tensor("page_offsets", page_offsets, torch.int64, (tokens, kv_heads), device)
     check_tensor("page_tokens", page_tokens, torch.int32, (tokens,), device)
+    if frames is not None:
+        size = (None, kv_heads, None, head_dim)
+        check_tensor("k_frames", frames.key, key.dtype, size, device, strided_dims=1)
+        check_tensor("v_frames", frames.value, key.dtype, frames.key.shape, device, strided_dims=1)
+        check_tensor("frames", frames.numbers, torch.int32, (tokens,), device)
+        check_tensor("frame_tokens", frames.places, torch.int32, (tokens,), device)
     if tokens == 0 or kv_heads == 0:
         return
     _store_tokens_kernel[(tokens, kv_heads)](
@@ -86,8 +111,13 @@ def store_tokens(host: Tensor, page_offsets: Tensor, page_tokens: Tensor, key: T
         page_tokens,
         key,
         value,
+        *(frames or (key, value, page_tokens, page_tokens)),
         key.stride(0),
         value.stride(0),
+        0 if frames is None else frames.key.stride(0),
+        0 if frames is None else frames.value.stride(0),
+        0 if frames is None else frames.key.shape[2],
+        framed=frames is not None,
         head_dim=head_dim,
         pack=packed_together(key.dtype),
         block_dim=triton.next_power_of_2(head_dim),
@@ -145,22 +175,35 @@ def _store_tokens_kernel(
     page_tokens,
     key,
     value,
+    k_frames,
+    v_frames,
+    frames,
+    frame_tokens,
     key_token_stride,
     value_token_stride,
+    k_frame_stride,
+    v_frame_stride,
+    tokens_of_frame,
+    framed: tl.constexpr,
     head_dim: tl.constexpr,
     pack: tl.constexpr,
     block_dim: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    offset = tl.load(page_offsets + row * tl.num_programs(1) + kv_head)
-    if offset < 0:
-        return
-    token = tl.load(page_tokens + row)
     dim = tl.arange(0, block_dim)
     is_dim = dim < head_dim
     k = tl.load(key + row * key_token_stride + kv_head * head_dim + dim, mask=is_dim)
     v = tl.load(value + row * value_token_stride + kv_head * head_dim + dim, mask=is_dim)
+    if framed:
+        frame = tl.load(frames + row).to(tl.int64)
+        place = (kv_head * tokens_of_frame + tl.load(frame_tokens + row)) * head_dim + dim
+        tl.store(k_frames + frame * k_frame_stride + place, k, mask=is_dim)
+        tl.store(v_frames + frame * v_frame_stride + place, v, mask=is_dim)
+    offset = tl.load(page_offsets + row * tl.num_programs(1) + kv_head)
+    if offset < 0:
+        return
+    token = tl.load(page_tokens + row)
     tl.store(host + offset + (dim // pack * _PAGE_TOKENS + token) * pack + dim % pack, k, mask=is_dim)
     value_part = host + offset + _PAGE_TOKENS * head_dim
     tl.store(value_part + (token // pack * head_dim + dim) * pack + token % pack, v, mask=is_dim)

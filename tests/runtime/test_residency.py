@@ -1,0 +1,266 @@
+"""Rows whose blocks all lie in frames: read whole, by the device alone, and true to the host store at every step."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.served_layer import Request, Shape
+from tests.kernels.step_checks import check_step
+from tests.runtime.broken_pages import break_pages
+from tests.runtime.test_step import POLICIES, SMALL
+from tests.runtime.tiered_layer import TieredModel
+from vllm_hybrid_sparse.runtime import residency
+from vllm_hybrid_sparse.runtime.residency import Residency
+from vllm_hybrid_sparse.values import SelectionSpec
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+TINY = Shape(head_dim=16, block_tokens=32)
+LAYERS, FRAME_SLOTS = 2, 2 * 2 * 2  # layers, KV heads, pages of a block
+DEVICES = pytest.mark.parametrize("device", ["emulated", "cuda"])
+
+
+def model_of(device: str, frames: int = 40, paged: int = 64, **settings: Any) -> TieredModel:
+    """A pool with room for so many frames, and slots for single pages beside them."""
+    slots = frames * FRAME_SLOTS + paged
+    return TieredModel(
+        {
+            **SMALL,
+            "policy": "dense",
+            "device": device,
+            "device_pool_pages": slots,
+            "device_resident_share": (frames * FRAME_SLOTS + 1) / slots,
+            **settings,
+        },
+        shape=TINY,
+        layers=LAYERS,
+    )
+
+
+def of(model: TieredModel) -> Residency:
+    assert model.tier.residency is not None
+    return model.tier.residency
+
+
+def begin(model: TieredModel, *lengths: int) -> list[list[Request]]:
+    requests = [model.start() for _ in lengths]
+    for request, length in zip(requests, lengths, strict=True):
+        model.step([(request, length)], decode=False)
+    return requests
+
+
+def decode(model: TieredModel, *requests: list[Request], prompts: Sequence[tuple[list[Request], int]] = ()) -> Any:
+    """One step, all of whose rows are compared with the references; which of the decode rows were resident."""
+    steps = model.step([*((request, 1) for request in requests), *prompts])
+    assert model.divided is not None
+    for layer, step in zip(model.layers, steps, strict=True):
+        whole = bool(model.divided.resident.all())
+        check_step(layer, replace(step, selection=SelectionSpec()) if whole else step)
+    of(model)._blocks.check_integrity()
+    check_frames(model, [request for request, stays in zip(requests, model.divided.resident, strict=True) if stays])
+    return model.divided.resident.tolist()
+
+
+def check_frames(model: TieredModel, resident: Sequence[list[Request]]) -> None:
+    """What resident requests have in frames is what was appended, to the last bit."""
+    for request in resident:
+        for index, of_layer in enumerate(request):
+            frames = torch.from_numpy(of(model)._blocks.frames_of(torch.tensor(of_layer.blocks).numpy())).long()
+            for held, appended in zip(of(model).frames(index), (of_layer.key, of_layer.value), strict=True):
+                tokens = held[frames].transpose(1, 2).flatten(0, 1)[: len(appended)]
+                assert torch.equal(tokens, appended)
+
+
+def finish(model: TieredModel, request: list[Request]) -> None:
+    for layer, of_layer in zip(model.layers, request, strict=True):
+        layer.finish(of_layer)
+
+
+@DEVICES
+def test_rows_are_resident_from_their_second_step_on(device: str) -> None:
+    """At every length around pages and blocks, and over the ends of both."""
+    with model_of(device, frames=60) as model:
+        requests = begin(model, 1, 15, 31, 32, 33, 95, 150)
+        assert decode(model, *requests) == [False] * 7
+        steps = 20 if device == "emulated" else 3  # interpreted kernels are slow
+        for _ in range(steps):
+            assert decode(model, *requests) == [True] * 7
+        stats, read = model.tier.take_stats(), model.tier.take_decode_stats()
+        assert stats.resident_groups == steps * 7 * 2 * LAYERS
+        assert stats.groups == stats.resident_groups + 7 * 2 * LAYERS
+        assert stats.pages_hit + stats.pages_fetched == stats.pages_wanted
+        assert read.selections == stats.groups
+        assert read.pages_read == read.pages_total
+
+
+@DEVICES
+@pytest.mark.parametrize("policy", POLICIES)
+def test_resident_rows_are_read_whole_whatever_the_policy(device: str, policy: str) -> None:
+    with model_of(device, **POLICIES[policy]) as model:
+        (request,) = begin(model, 200)
+        assert decode(model, request) == [False]
+        for _ in range(3):
+            assert decode(model, request) == [True]
+        model.tier.take_decode_stats()
+        decode(model, request)
+        read = model.tier.take_decode_stats()
+        assert read.pages_read == read.pages_total == 2 * LAYERS * 13
+        assert read.share_read == 1.0
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (3, 1), (8, 2)])
+def test_every_dtype_and_group(device: str, dtype: torch.dtype, q_heads: int, kv_heads: int) -> None:
+    shape = Shape(dtype=dtype, num_q_heads=q_heads, num_kv_heads=kv_heads, block_tokens=16, head_dim=16)
+    settings = {**SMALL, "policy": "dense", "device": device, "device_pool_pages": 256, "device_resident_share": 0.8}
+    with TieredModel(settings, shape=shape) as model:
+        requests = begin(model, 17, 70)
+        assert [decode(model, *requests) for _ in range(3)] == [[False] * 2, [True] * 2, [True] * 2]
+
+
+@DEVICES
+def test_prompts_and_rows_of_two_tiers_beside_them(device: str) -> None:
+    with model_of(device) as model:
+        one, other = begin(model, 100, 70)
+        decode(model, one)
+        late = model.start()
+        assert decode(model, one, other, prompts=[(late, 60)]) == [True, False]
+        assert decode(model, one, other, prompts=[(late, 33)]) == [True, True]
+        assert decode(model, other, late, one) == [True, False, True]  # rows of others lie between
+        assert decode(model, late, one, other) == [True] * 3
+
+
+@DEVICES
+def test_a_row_that_does_not_fit_waits_until_others_are_gone(device: str) -> None:
+    with model_of(device, frames=8) as model:
+        one, other = begin(model, 100, 140)
+        assert [decode(model, one, other) for _ in range(3)] == [[False, False], [True, False], [True, False]]
+        assert of(model)._blocks.free == 0 or model.tier.pool.layer_slots > 64
+        finish(model, one)
+        assert decode(model, other) == [False]
+        assert decode(model, other) == [True]
+
+
+@DEVICES
+def test_a_row_that_can_not_grow_makes_room_for_others(device: str) -> None:
+    with model_of(device, frames=8) as model:
+        one, other = begin(model, 125, 121)
+        assert decode(model, one, other) == [False, False]
+        assert [decode(model, one, other) for _ in range(2)] == [[True, True]] * 2
+        assert decode(model, one, other) == [False, True]  # 129 tokens, and 8 frames are taken
+        for _ in range(3):  # to 128 of the other's
+            assert decode(model, one, other) == [False, True]
+        assert decode(model, one, other) == [False, True]  # it has one of the first's frames
+        finish(model, other)
+        assert decode(model, one) == [False]
+        assert decode(model, one) == [True]
+
+
+@DEVICES
+def test_frames_that_nobody_uses_serve_single_pages_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "IDLE_STEPS", 3)
+    with model_of(device, frames=6) as model:
+        (short,) = begin(model, 60)
+        decode(model, short)
+        assert decode(model, short) == [True]
+        assert model.tier.pool.layer_slots == 64 + 4 * FRAME_SLOTS
+        (longer,) = begin(model, 220)
+        slots = []
+        for _ in range(6):
+            assert decode(model, longer) == [False]
+            slots.append(model.tier.pool.layer_slots - 64 - 4 * FRAME_SLOTS)
+        assert slots[0] == 0
+        assert slots[-1] == 2 * FRAME_SLOTS
+        assert [decode(model, short) for _ in range(2)] == [[False], [True]]
+
+
+@DEVICES
+def test_blocks_that_are_used_again_hold_what_was_written_last(device: str) -> None:
+    with model_of(device) as model:
+        for length in (70, 40, 63, 64):
+            (request,) = begin(model, length)
+            for steps in range(3):
+                assert decode(model, request) == [steps > 0]
+            finish(model, request)
+
+
+@DEVICES
+def test_a_prefix_is_held_once(device: str) -> None:
+    with model_of(device, frames=5) as model:
+        (one,) = begin(model, 70)
+        decode(model, one)
+        other = model.start()
+        for of_layer, of_one in zip(other, one, strict=True):
+            of_layer.key, of_layer.value, of_layer.blocks = of_one.key[:64], of_one.value[:64], of_one.blocks[:2]
+        model.step([(other, 9)], decode=False)
+        assert decode(model, one, other) == [True, False]
+        assert decode(model, one, other) == [True, True]
+        assert of(model).entered_blocks == 4
+
+
+@DEVICES
+def test_blocks_that_others_write_leave_their_frames(device: str) -> None:
+    with model_of(device) as model:
+        (one,) = begin(model, 70)
+        decode(model, one)
+        assert decode(model, one) == [True]
+        model.tier.forget_blocks([one[0].blocks[1]])
+        assert [decode(model, one) for _ in range(2)] == [[False], [True]]
+
+
+@DEVICES
+def test_what_can_not_be_loaded_stays_on_the_host(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with model_of(device, paged=512) as model:
+        one, other = begin(model, 70, 100)
+        with monkeypatch.context() as broken:
+            break_pages(model, {(1, 2 * one[0].blocks[1])}, broken)
+            assert decode(model, one, other) == [False, False]
+            failures = model.tier.failures
+            assert decode(model, one, other) == [False, False]  # the two entered together
+            assert model.tier.failures > failures
+        decode(model, one, other)
+        assert decode(model, one, other) == [True, True]
+
+
+@DEVICES
+def test_a_step_that_ended_early_leaves_no_block_in_a_frame(device: str) -> None:
+    with model_of(device) as model:
+        (one,) = begin(model, 70)
+        decode(model, one)
+        of(model)._fills.popitem()  # as if one layer had not been attended
+        assert [decode(model, one) for _ in range(2)] == [[False], [True]]
+        assert of(model).entered_blocks == 3
+
+
+def test_no_row_is_resident_where_no_frame_fits(caplog: pytest.LogCaptureFixture) -> None:
+    settings = {**SMALL, "policy": "dense", "device_pool_pages": 64, "device_resident_share": 0.1}
+    with TieredModel(settings, shape=TINY, layers=LAYERS) as model:
+        assert model.tier.residency is None
+        assert "device_resident_share=0.1: a block of all layers takes 8 of the 64 slots" in caplog.text
+
+
+@pytest.mark.parametrize(("device", "seed"), [("emulated", 0), ("emulated", 1), ("emulated", 2), ("cuda", 3)])
+def test_requests_that_come_and_go_as_they_like(device: str, seed: int) -> None:
+    """Any order of prompts, steps with some of the requests, ends, and blocks written elsewhere, in scarce frames."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(below: int) -> int:
+        return int(torch.randint(below, (1,), generator=random))
+
+    with model_of(device, frames=10) as model:
+        running: list[list[Request]] = []
+        was_resident = 0
+        for _ in range(80 if device == "emulated" else 25):
+            if len(running) < 4 and draw(3) == 0:
+                running += begin(model, 1 + draw(150))
+            elif running and draw(8) == 0:
+                finish(model, running.pop(draw(len(running))))
+            elif running and draw(10) == 0:
+                model.tier.forget_blocks([running[0][0].blocks[0]])
+            elif running:
+                was_resident += sum(decode(model, *[request for request in running if draw(4)] or running[:1]))
+        assert was_resident > (40 if device == "emulated" else 5)
