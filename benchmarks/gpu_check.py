@@ -74,7 +74,10 @@ def stages(out: Path) -> list[Stage]:
         Stage(name="smoke: TRITON_ATTN", command=(python, smoke, "triton_attn")),
         *(
             Stage(name=f"serving: {case}", command=(python, "-m", "benchmarks.gpu_serving", case), timeout_s=600)
-            for case in ("dense", "small_pool", "threshold", "shared", "salient", "predicted", "graphs", "runner_v1")
+            for case in (
+                *("dense", "resident", "small_pool", "threshold", "shared", "salient", "predicted", "graphs"),
+                "runner_v1",
+            )
         ),
         Stage(
             name="time per token",

@@ -32,7 +32,8 @@ ENGINE_TIMEOUT_S = 280
 
 NEARLY_ALL = 0.999999
 ALL_SALIENT = 1e-9  # of HGCA's beta: every token that was given any weight
-EXACT = {"policy": "dense", "sink_tokens": 16, "window_tokens": 64}
+RETAINED = {"sink_tokens": 16, "window_tokens": 64}
+TIERED = {**RETAINED, "policy": "dense", "device_resident_share": 0}  # so that every row is one of two tiers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +46,23 @@ class Case:
 
 
 CASES = {
-    "dense": Case(settings=EXACT, env={}),
-    "graphs": Case(settings=EXACT, env={}, eager=False),
-    "small_pool": Case(settings={**EXACT, "device_pool_pages": 32, "admission": "none"}, env={}),
-    "shared": Case(settings={**EXACT, "host_share": "queue"}, env={}),
+    "dense": Case(settings=TIERED, env={}),
+    # Rows that the device reads by itself, where there is room for half of the requests.
+    "resident": Case(
+        settings={**TIERED, "device_pool_pages": 2048, "device_resident_share": 0.8, "admission": "none"}, env={}
+    ),
+    "graphs": Case(settings={**TIERED, "device_resident_share": 0.5}, env={}, eager=False),
+    "small_pool": Case(settings={**TIERED, "device_pool_pages": 32, "admission": "none"}, env={}),
+    "shared": Case(settings={**TIERED, "host_share": "queue"}, env={}),
     # Below 1, where the verifying kernel runs, and so near to it that what is dropped rounds away.
     "threshold": Case(
-        settings={**EXACT, "policy": "progressive", "threshold": NEARLY_ALL, "microbatch_pages": 4}, env={}
+        settings={**TIERED, "policy": "progressive", "threshold": NEARLY_ALL, "microbatch_pages": 4}, env={}
     ),
     # HGCA with the window on the device and all else salient, so on the host.
-    "salient": Case(settings={**EXACT, "policy": "hgca", "hgca_beta": ALL_SALIENT}, env={}),
+    "salient": Case(settings={**RETAINED, "policy": "hgca", "hgca_beta": ALL_SALIENT}, env={}),
     # Fluxion with a predictor that asks for everything: chosen on the host, read from one queue.
-    "predicted": Case(settings={**EXACT, "policy": "fluxion", "dense_tokens": 0, "host_share": "queue"}, env={}),
-    "runner_v1": Case(settings=EXACT, env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    "predicted": Case(settings={**RETAINED, "policy": "fluxion", "dense_tokens": 0, "host_share": "queue"}, env={}),
+    "runner_v1": Case(settings={**TIERED, "device_resident_share": 0.5}, env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
 }
 
 

@@ -1,6 +1,6 @@
 """Time per output token on a GPU: everything on the device, and hybrid_sparse with a device pool too small for it.
 
-    python -m benchmarks.gpu_timing [--cases 8Kx1,32Kx4] [--sides baseline,fixed,topk] [--device-gib 4] [--layers 32]
+    python -m benchmarks.gpu_timing [--cases 8Kx1,32Kx4] [--sides baseline,resident,fixed] [--device-gib 4] [--layers 32]
 
 A random model of Llama-3.1-8B's shape decodes over contexts that vLLM's DecodeBenchConnector fills with random numbers,
 so that no prompt is computed. Attention to random keys is nearly flat, and a threshold would read all of it: time fixed
@@ -45,24 +45,29 @@ from benchmarks.gpu_timing_rows import (
 from benchmarks.kv_shape import KVShape, read_shape
 from benchmarks.report import save
 from benchmarks.serving.backends import FILLING_CONNECTOR, stop_servers_when_terminated
+from vllm_hybrid_sparse.config import CUDA_RESIDENT_SHARE
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
+TIERED = {"device_resident_share": 0}
 SIDES: dict[str, dict[str, Any] | None] = {
     BASELINE: None,  # of vLLM, everything on the device
     OFFLOAD: None,  # of vLLM, what does not fit in host memory
-    "dense": {"policy": "dense"},
+    # Ours as it is used: a request that fits is read by the device alone. The sides below have all rows in two tiers.
+    "resident": {"policy": "topk", "topk_ratio": 0.05, "device_resident_share": CUDA_RESIDENT_SHARE},
+    "dense": {"policy": "dense", **TIERED},
     FIXED: {"policy": "topk", "topk_ratio": 0.05, "summary": "minmax", "device_pool": "per_layer"},
-    "topk": {"policy": "topk", "topk_ratio": 0.05},
-    "static": {"policy": "topk", "topk_ratio": 0.05, "host_share": "uniform"},  # split as HGCA splits
-    "queue": {"policy": "topk", "topk_ratio": 0.05, "host_share": "queue"},  # Fluxion's queue for both
+    "topk": {"policy": "topk", "topk_ratio": 0.05, **TIERED},
+    "static": {"policy": "topk", "topk_ratio": 0.05, "host_share": "uniform", **TIERED},  # split as HGCA splits
+    "queue": {"policy": "topk", "topk_ratio": 0.05, "host_share": "queue", **TIERED},  # Fluxion's queue for both
     # HGCA: the window on the device, what is salient on the host. Random keys make few tokens stand out.
     "hgca": {"policy": "hgca", "window_tokens": 2048},
     # Fluxion with one budget for every head: which heads need how much cannot be learnt from random weights.
     "fluxion": {"policy": "fluxion", "host_share": "queue"},
-    "threshold": {"policy": "progressive", "threshold": 0.95},
+    "threshold": {"policy": "progressive", "threshold": 0.95, **TIERED},
 }
+DEVICE_SETTINGS = ("device_pool", "device_resident_share", "host_share")  # of them, those that need a device
 FLUXION_BUDGET = 0.05  # of the candidates, as the other sides read
-DEFAULT_SIDES = (BASELINE, FIXED, "topk", "queue")
+DEFAULT_SIDES = (BASELINE, "resident", FIXED, "topk", "queue")
 DEFAULT_CASES = "8Kx1,8Kx32,32Kx4,128Kx1,128Kx4"
 BF16_BYTES = 2
 _SHOWN_LINES = 40  # of the log of a side that failed
@@ -147,7 +152,7 @@ def side_arguments(side: str, options: argparse.Namespace, common: Json) -> Json
     if options.device != "none":
         settings["device_pool_pages"] = pool_pages(read_shape(options.folder), options.device_gib)
     else:
-        settings = {name: value for name, value in settings.items() if name not in ("device_pool", "host_share")}
+        settings = {name: value for name, value in settings.items() if name not in DEVICE_SETTINGS}
     from benchmarks.accuracy.fixed_budget import with_fixed_predictor  # noqa: PLC0415  (seconds to import)
 
     settings = with_fixed_predictor(settings, FLUXION_BUDGET, options.folder, options.rows.with_suffix(".safetensors"))

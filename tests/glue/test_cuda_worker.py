@@ -172,6 +172,7 @@ class Served:
         self.runtime.open_device([self.kv_cache], [kernel], device=torch.device("cpu"))
         self.builder: Any = HybridSparseMetadataBuilder.__new__(HybridSparseMetadataBuilder)
         self.builder._blocks, self.builder._block_tokens = self.runtime.blocks, BLOCK_TOKENS
+        self.builder._runtime = self.runtime
         self.worker = bare_worker(self.runtime)
         self.worker._connected, self.worker.use_v2_model_runner = False, v2
         self.worker.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK_TOKENS))
@@ -243,6 +244,29 @@ def test_requests_are_served_from_what_the_scheduler_and_the_runner_say(served: 
     served.step([("a", 1, False), ("b", 1, False)], scheduled_cached_reqs=cached({"a": None, "b": None}))
     for grown in ([4], None, None, None, None):
         served.step([("b", 1, False), ("a", 1, False)], scheduled_cached_reqs=cached({"b": None, "a": grown}))
+    tiers = served.runtime.take_tier_stats()
+    assert tiers is not None
+    assert (tiers.groups, tiers.resident_groups) == (12 * KV_HEADS, 10 * KV_HEADS)
+
+
+def test_a_request_that_comes_again_is_not_read_where_it_was(served: Served) -> None:
+    """Blocks that others have had meanwhile, and those of a prefix that nobody has written since."""
+    served.step([("a", 40, True)], scheduled_new_reqs=[new_request("a", [6, 1])])
+    for _ in range(2):
+        served.step([("a", 1, False)], scheduled_cached_reqs=cached({"a": None}))
+    served.step([("b", 40, True)], scheduled_new_reqs=[new_request("b", [1, 3])], finished_req_ids={"a"})
+    served.contents["a"] = served.contents.pop("a")[:32]
+    served.step([("b", 1, False)], scheduled_cached_reqs=cached({"b": None}))
+    served.step(
+        [("a", 9, True), ("b", 1, False)],
+        scheduled_new_reqs=[new_request("a", [6, 7])],
+        scheduled_cached_reqs=cached({"b": None}),
+    )
+    for _ in range(3):
+        served.step([("b", 1, False), ("a", 1, False)], scheduled_cached_reqs=cached({"b": None, "a": None}))
+    tiers = served.runtime.take_tier_stats()
+    assert tiers is not None
+    assert tiers.resident_groups == (1 + 1 + 3 + 2) * KV_HEADS
 
 
 def test_copied_blocks_are_read_by_the_step_that_copies_them(served: Served) -> None:

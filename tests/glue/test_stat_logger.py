@@ -48,6 +48,8 @@ TIERS = TierStats(
     pages_fetched=40,
     pages_evicted=30,
     pages_wasted=5,
+    resident_groups=7,
+    blocks_entered=6,
     pages_on_host=9,
     groups_on_host=1,
     microbatches=11,
@@ -124,6 +126,7 @@ FIELDS = {
 DEVICE_FIELDS = {
     "device_wanted_pages": "pages_wanted", "device_hit_pages": "pages_hit", "device_fetched_pages": "pages_fetched",
     "device_evicted_pages": "pages_evicted", "device_failed_loads": "failed_loads",
+    "device_resident_selections": "resident_groups", "device_entered_blocks": "blocks_entered",
     "device_busy_seconds": "device_busy_s", "host_busy_seconds": "host_busy_s", "device_step_seconds": "step_s",
     "host_selections": "groups_on_host", "host_pages": "pages_on_host",
 }  # fmt: skip

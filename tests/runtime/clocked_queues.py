@@ -125,7 +125,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     for module in (cuda, cuda_layer, tiers):
         monkeypatch.setattr(module, "open_queue", machine.open_queue)
-    for module in (cuda, cuda_layer, prefill):
+    for module in (cuda, cuda_layer, prefill, write_through):
         monkeypatch.setattr(module, "current_queue", machine.current_queue)
 
     def wrap(module: Any, name: str, memory: Callable[..., tuple[list[Hashable], list[Hashable]]]) -> None:
@@ -156,7 +156,26 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
     wrap(prefill, "load_pages", lambda host, at, _to, key, _: (pages(host, at), area(key)))
     wrap(prefill, "attend_dense", lambda _query, key, *_, causal, **__: ([] if causal else area(key), []))
     wrap(write_through, "store_pages", lambda host, at, *_: ([], pages(host, at)))
-    wrap(write_through, "store_tokens", lambda host, at, *_: ([], pages(host, at)))
+
+    def in_frames(frames: Any, numbers: Any) -> list[Hashable]:
+        """Slots of one layer's part of frames."""
+        page_bytes = PAGE_TOKENS * frames.shape[-1] * frames.element_size()
+        first = (frames.data_ptr() - frames.untyped_storage().data_ptr()) // page_bytes
+        of_frame = frames.stride(0) * frames.element_size() // page_bytes
+        of_layer = torch.arange(frames.shape[1] * frames.shape[2] // PAGE_TOKENS)
+        pool = frames.untyped_storage()
+        return slots(pool, first + numbers.flatten().long()[:, None] * of_frame + of_layer)
+
+    def stored_tokens(host: Any, at: Any, _tokens: Any, key: Any, _value: Any, frames: Any = None) -> Any:
+        framed = [] if frames is None else in_frames(frames.key, frames.numbers)
+        return [("given", key.untyped_storage().data_ptr())] if framed else [], pages(host, at) + framed
+
+    def read_frames(_query: Any, key: Any, _value: Any, numbers: Any, lengths: Any, *_: Any, **__: Any) -> Any:
+        held = [row[: -(-length // key.shape[2])] for row, length in zip(numbers, lengths.tolist(), strict=True)]
+        return in_frames(key, torch.cat(held)), []
+
+    wrap(write_through, "store_tokens", stored_tokens)
+    wrap(cuda, "attend_frames", read_frames)
 
     def states(out: torch.Tensor) -> list[Hashable]:
         return [("states", out.data_ptr())]
@@ -192,7 +211,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     def in_a_graph(self: Any, query: Any, key: Any, *given: Any) -> None:
         layer_forward(self, query, key, *given)
-        machine.launch("the next piece of the graph", [], [("given", key.data_ptr())])
+        written: list[Hashable] = [("given", address) for address in {key.data_ptr(), key.untyped_storage().data_ptr()}]
+        machine.launch("the next piece of the graph", [], written)
 
     monkeypatch.setattr(cuda_layer.CudaLayers, "_store", watched_store)
     monkeypatch.setattr(cuda_layer.CudaLayers, "forward", in_a_graph)

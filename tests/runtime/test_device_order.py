@@ -11,6 +11,7 @@ from tests.runtime.test_step import POLICIES, serve, smallest_pool
 from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
 from vllm_hybrid_sparse.memory.cuda_pool import CudaPool
+from vllm_hybrid_sparse.memory.transfers import Loader
 from vllm_hybrid_sparse.runtime import prefill
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
 
@@ -72,12 +73,64 @@ def test_the_host_chooses_by_what_has_been_attended(monkeypatch: pytest.MonkeyPa
     assert bool(machine.races) is not waits
 
 
-def no_mark(self: Any) -> None:
-    """A pool that says its copies are done when they are launched."""
+def come_and_go(model: TieredModel) -> None:
+    """Requests that enter frames, grow, give them up for others and for single pages, and are in two tiers again."""
+    one, other = model.start(), model.start()
+    model.step([(one, 60)], decode=False)
+    model.step([(one, 1), (other, 60)])
+    for _ in range(4):
+        model.step([(one, 1), (other, 1)])
+    late = model.start()
+    model.step([(one, 1), (late, 40)])
+    for rows in ([one, late], [late, other], [late, other], [one], [one, other, late]):
+        model.step([(request, 1) for request in rows])
+
+
+RESIDENT = {**POLICIES["dense"], "device_pool_pages": 80, "device_resident_share": 0.5}  # five frames of eight slots
+
+
+def test_frames_are_filled_and_read_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = watch(monkeypatch)
+    with model_of(RESIDENT, layers=2) as model:
+        come_and_go(model)
+        stats = model.tier.take_stats()
+    assert stats.resident_groups > 0
+    assert stats.blocks_entered > 5  # so that frames had several blocks
+    assert machine.races == []
+    assert machine.accesses > 50
 
 
 def nothing(self: Any, *_: Any) -> None:
     """Layers whose host reads what is still being stored, or whose inputs are overwritten before they are stored."""
+
+
+def nothing_ready(self: Any, fill: Any) -> None:
+    """A loader that says its copies to frames are done when they are launched."""
+    fill_frames(self, fill)
+
+
+fill_frames = Loader._fill_frames
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "race"),
+    [
+        (Loader, "_fill_frames", nothing_ready, "attend_frames may run beside load_pages"),
+        (ClockedMark, "wait", nothing, "load_pages may run beside attend_frames"),
+    ],
+)
+def test_frames_that_are_taken_too_early_are_noticed(
+    owner: type, name: str, broken: Any, race: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = watch(monkeypatch)
+    monkeypatch.setattr(owner, name, broken)
+    with model_of(RESIDENT, layers=2) as model:
+        come_and_go(model)
+    assert any(found.startswith(race) for found in machine.races)
+
+
+def no_mark(self: Any) -> None:
+    """A pool that says its copies are done when they are launched."""
 
 
 @pytest.mark.parametrize(

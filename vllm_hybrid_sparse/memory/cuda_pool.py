@@ -35,11 +35,6 @@ class CudaPool(DevicePool):
         """See `DevicePool`."""
         return self.queue.mark()
 
-    def follow(self, mark: Mark | None) -> None:
-        """See `DevicePool`."""
-        if mark is not None:
-            self.queue.follow(mark)
-
     def put(self, slots: NDArray[np.int32], key: Tensor, value: Tensor) -> None:
         """See `DevicePool`; the tensors lie in CPU memory."""
         with self.queue.launching():

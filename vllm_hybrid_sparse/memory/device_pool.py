@@ -114,9 +114,6 @@ class DevicePool:
         """Behind which all is in its slots that was put there; None: it is there already."""
         return None
 
-    def follow(self, mark: Mark | None) -> None:
-        """Let what is put into slots from now on wait for a mark."""
-
     def put(self, slots: NDArray[np.int32], key: Tensor, value: Tensor) -> None:
         """Fill slots; key and value [slots, 16, head_dim] of the pool's dtype."""
         index = torch.from_numpy(slots).long()

@@ -67,7 +67,6 @@ class FrameFill:
     layer: int
     blocks: NDArray[np.int64]
     frames: NDArray[np.int32]
-    after: Mark | None  # behind what else reads the frames; None: nothing does
 
 
 class Loader:
@@ -115,15 +114,15 @@ class Loader:
         """Take runs of slots out of use for frames; see `SlotTable.set_aside`."""
         return self._stream.submit(self.pool.set_aside, firsts, length)
 
-    def give_back(self, firsts: NDArray[np.int32], length: int, after: Mark | None) -> Future[None]:
-        """Have runs of slots in use again; what is loaded there waits for a mark."""
-        return self._stream.submit(self._give_back, firsts, length, after)
+    def give_back(self, firsts: NDArray[np.int32], length: int) -> Future[None]:
+        """Have runs of slots in use again that were set aside, once nothing reads what lies there."""
+        return self._stream.submit(self.pool.give_back, firsts, length)
 
     def fill_frames(self, fill: FrameFill) -> Future[Mark | None]:
         """Copy one layer's part of blocks to their frames; a mark behind the copies, None where they are done.
 
-        Single slots that hold pages of the blocks are free then: what is written to a block in a frame is not written
-        there. LoadError where a page could not be copied.
+        Nothing may read the frames any more. Single slots that hold pages of the blocks are free then, since what is
+        written to a block in a frame is not written there. LoadError where a page could not be copied.
         """
         return self._stream.submit(self._fill_frames, fill)
 
@@ -144,13 +143,8 @@ class Loader:
             self.pool.put_tokens(slots[held], offsets[held], key[of_held], value[of_held])
         return len(held)
 
-    def _give_back(self, firsts: NDArray[np.int32], length: int, after: Mark | None) -> None:
-        self.pool.follow(after)
-        self.pool.give_back(firsts, length)
-
     @torch.inference_mode()
     def _fill_frames(self, fill: FrameFill) -> Mark | None:
-        self.pool.follow(fill.after)
         of_block, heads = np.arange(fill.shape.pages_per_block), np.arange(fill.shape.kv_heads)[:, None]
         pages = page_numbers(
             fill.layer, heads, fill.blocks[:, None, None] * fill.shape.pages_per_block + of_block

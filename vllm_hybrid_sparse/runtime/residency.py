@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_hybrid_sparse.errors import LoadError
 from vllm_hybrid_sparse.memory.block_frames import BlockFrames, FrameShape
 from vllm_hybrid_sparse.memory.host_pages import HostPages
-from vllm_hybrid_sparse.memory.queues import Mark, current_queue, upload
+from vllm_hybrid_sparse.memory.queues import Mark, upload
 from vllm_hybrid_sparse.memory.transfers import FrameFill, Loader
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
@@ -63,11 +63,14 @@ class ResidentRows:
 
 @dataclass(frozen=True, slots=True)
 class Entering:
-    """Blocks that enter frames behind a step's attention, and what still reads these frames."""
+    """Blocks that enter frames behind a step's attention.
+
+    What was read there before is read by then: in every layer the host has waited for the queries of the rows whose
+    blocks these are, and they come behind all that was launched in the steps before.
+    """
 
     blocks: NDArray[np.int64]
     frames: NDArray[np.int32]
-    after: Mark | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +149,16 @@ class Residency:
             for table, seq_len in zip(tables, seq_lens, strict=True)
         ]
         resident = self._resident(blocks, seq_lens)
-        if len(blocks):
-            lost = [of_row[-1] for of_row, stays in zip(blocks, resident.tolist(), strict=True) if not stays]
-            self._blocks.drop(np.array(lost, dtype=np.int64))  # their new tokens are stored in the host store alone
-        self._entering = self._enter([of_row for of_row, stays in zip(blocks, resident, strict=True) if not stays])
+        tiered = [of_row for of_row, stays in zip(blocks, resident.tolist(), strict=True) if not stays]
+        # Their new tokens are stored in the host store alone.
+        self._blocks.drop(np.array([of_row[-1] for of_row in tiered], dtype=np.int64))
+        self._entering = self._enter(tiered)
         rows = self._rows(np.flatnonzero(resident).tolist(), tokens, blocks, seq_lens) if resident.any() else None
         return StepResidency(resident, rows, self._entering)
 
     def enter(self, layer: int, entering: Entering) -> None:
         """Have a step's blocks enter their frames in one layer, whose host store holds the step's tokens by now."""
-        fill = FrameFill(self._sources[layer], self.shape, layer, entering.blocks, entering.frames, entering.after)
+        fill = FrameFill(self._sources[layer], self.shape, layer, entering.blocks, entering.frames)
         self._fills[layer] = self._loader.fill_frames(fill)
 
     def _resident(self, blocks: Sequence[NDArray[np.int64]], seq_lens: Sequence[int]) -> NDArray[np.bool_]:
@@ -195,7 +198,7 @@ class Residency:
         entered = np.concatenate(entering)
         if not len(entered):
             return None
-        return Entering(entered, self._blocks.frames_of(entered), self._mark())
+        return Entering(entered, self._blocks.frames_of(entered))
 
     def _give(self, blocks: NDArray[np.int64]) -> bool:
         """Give frames to blocks that have none, all or none of them, from slots of single pages where need be."""
@@ -220,7 +223,7 @@ class Residency:
         numbers = self._blocks.give_up(self._step - IDLE_STEPS)
         if numbers:
             firsts = np.array(numbers, dtype=np.int32) * np.int32(self.shape.slots)
-            self._loader.give_back(firsts, self.shape.slots, self._mark()).result()
+            self._loader.give_back(firsts, self.shape.slots).result()
             self._unused += numbers
 
     def _settle(self) -> None:
@@ -240,10 +243,6 @@ class Residency:
             self.entered_blocks += len(entering.blocks)
         else:
             self._blocks.drop(entering.blocks)
-
-    def _mark(self) -> Mark:
-        """Behind what the steps before have launched, which may read frames that change hands."""
-        return current_queue(self._device).mark()
 
     def _rows(
         self,

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from vllm_hybrid_sparse.kernels.copy.gpu import load_pages, store_pages, store_tokens
+from vllm_hybrid_sparse.kernels.copy.gpu import TokenFrames, load_pages, store_pages, store_tokens
 from vllm_hybrid_sparse.kernels.frame_attention.gpu import attend_frames
 from vllm_hybrid_sparse.kernels.merge.gpu import merge_states
 from vllm_hybrid_sparse.kernels.score.gpu import group_scores, score_pages
@@ -77,7 +77,11 @@ def launch_everything(dtype: torch.dtype, head_dim: int, group: int) -> None:
     load_pages(host, offsets, slots, pools[0], pools[1])
     store_pages(host, offsets, slots, pools[0], pools[1])
     key = torch.zeros(rows, kv_heads, head_dim, dtype=dtype)
-    store_tokens(host, torch.zeros(rows, kv_heads, dtype=torch.int64), slots[:rows], key, key)
+    page_offsets = torch.zeros(rows, kv_heads, dtype=torch.int64)
+    store_tokens(host, page_offsets, slots[:rows], key, key)
+    in_frames = torch.zeros(4, 3, kv_heads, 128, head_dim, dtype=dtype)[:, 1]
+    token_frames = TokenFrames(in_frames, in_frames, slots[:rows], slots[:rows])
+    store_tokens(host, page_offsets, slots[:rows], key, key, token_frames)
 
     for summary, vectors in (("minmax", 2), ("cuboid_mean", 1)):
         summaries = torch.zeros(64, vectors, head_dim, dtype=dtype)

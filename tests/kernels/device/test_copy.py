@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.copy.gpu import load_pages, store_pages, store_tokens
+from vllm_hybrid_sparse.kernels.copy.gpu import TokenFrames, load_pages, store_pages, store_tokens
 from vllm_hybrid_sparse.kernels.copy.reference import pack_token, unpack_page
 from vllm_hybrid_sparse.memory.layout import BlockLayout
 
@@ -103,13 +103,60 @@ def test_new_tokens_are_written_where_the_layout_has_them(dtype: str, head_dim: 
     )
     if device.type == "cuda":
         torch.cuda.synchronize()
+    check_stored(host, block, page_offsets, places, (new_key, new_value), int(offsets[0, 1]))
+
+
+@shapes
+def test_tokens_lie_in_frames_as_well(dtype: str, head_dim: int, device: torch.device) -> None:
+    """One layer of three has them; a token that the host store skips is there all the same."""
+    block, key, _, offsets = host_block(layout_of(dtype, head_dim))
+    host = on(device, block)
+    places, frames = [0, 17, 47], [4, 0, 3]
+    page_offsets = offsets[:, [place // 16 for place in places]].T.contiguous()
+    page_offsets[1, 0] = -1
+    new_key, new_value = torch.randn(2, len(places), KV_HEADS, head_dim).to(key.dtype)
+    pool = torch.full((2, 5, 3, KV_HEADS, BLOCK_TOKENS, head_dim), torch.nan, dtype=key.dtype, device=device)
+    before = pool.clone()
+
+    def numbers(of: list[int]) -> Tensor:
+        return torch.tensor(of, dtype=torch.int32, device=device)
+
+    layer = TokenFrames(pool[0, :, 1], pool[1, :, 1], numbers(frames), numbers(places))
+    in_page = numbers([place % 16 for place in places])
+    store_tokens(host, page_offsets.to(device), in_page, new_key.to(device), new_value.to(device), layer)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    check_stored(host, block, page_offsets, places, (new_key, new_value), int(offsets[0, 1]))
+    for part, new in enumerate((new_key, new_value)):
+        for token, (frame, place) in enumerate(zip(frames, places, strict=True)):
+            assert torch.equal(pool[part, frame, 1, :, place].cpu(), new[token])
+            before[part, frame, 1, :, place] = new[token].to(device)
+    assert torch.equal(pool.nan_to_num(nan=77.0), before.nan_to_num(nan=77.0))
+
+
+def test_frames_of_another_shape_are_refused() -> None:
+    offsets, keys = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, 16)
+    one, frames = torch.zeros(1, dtype=torch.int32), torch.zeros(2, 3, 2, 32, 16)
+    for name, changed in (
+        ("k_frames", TokenFrames(frames[0, :, :1], frames[1], one, one)),
+        ("v_frames", TokenFrames(frames[0], frames[1, :, :, :16], one, one)),
+        ("frames", TokenFrames(*frames, one.long(), one)),
+        ("frame_tokens", TokenFrames(*frames, one, one[:0])),
+    ):
+        with pytest.raises(KernelError, match=f"^{name}="):
+            store_tokens(torch.zeros(1024), offsets, one, keys, keys, changed)
+
+
+def check_stored(
+    host: Tensor, block: Tensor, page_offsets: Tensor, places: list[int], new: tuple[Tensor, Tensor], page: int
+) -> None:
+    """The host's block is the one before, but for the tokens whose pages have an offset."""
     expected = block.clone()
     for index, place in enumerate(places):
         for head in range(KV_HEADS):
             start = int(page_offsets[index, head])
             if start >= 0:
-                page = expected[start : start + int(offsets[0, 1])]
-                pack_token(page, place % 16, new_key[index, head], new_value[index, head])
+                pack_token(expected[start : start + page], place % 16, new[0][index, head], new[1][index, head])
     assert torch.equal(host, expected)
 
 
