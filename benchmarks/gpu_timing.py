@@ -1,6 +1,6 @@
 """Time per output token on a GPU: everything on the device, and hybrid_sparse with a device pool too small for it.
 
-    python -m benchmarks.gpu_timing [--cases 8Kx1,32Kx4] [--sides baseline,resident,fixed] [--device-gib 4] [--layers 32]
+    python -m benchmarks.gpu_timing [--cases 8Kx1,32Kx4] [--sides baseline,resident,fixed] [--device-gib 4]
 
 A random model of Llama-3.1-8B's shape decodes over contexts that vLLM's DecodeBenchConnector fills with random numbers,
 so that no prompt is computed. Attention to random keys is nearly flat, and a threshold would read all of it: time fixed

@@ -56,7 +56,8 @@ class TestMirror:
 
     def tables(self, mirror: BlockMirror, *names: str) -> Any:
         with mirror.step(lambda _order: names):
-            return mirror.tables()
+            tables = mirror.tables()
+        return None if tables is None else [table.tolist() for table in tables]
 
     def test_blocks_come_with_new_requests_and_with_those_that_grow(self) -> None:
         mirror = BlockMirror()

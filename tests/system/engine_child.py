@@ -39,6 +39,12 @@ def full_blocks(worker: Any) -> dict[str, int]:
     return {"full": len(full), "stale": int(stale.sum())}
 
 
+def entered_blocks(worker: Any) -> int:
+    """Blocks that have entered frames of the device pool since the start."""
+    entered: int = worker._runtime.device_tier.residency.entered_blocks
+    return entered
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Run one job and return its result, the error's text where the engine does not start."""
     try:
@@ -57,6 +63,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     result = {"name": job["name"], "answers": answers}
     if job.get("blocks"):
         result["blocks"] = engine.collective_rpc(full_blocks)[0]
+    if job.get("entered"):
+        result["entered"] = engine.collective_rpc(entered_blocks)[0]
     return result
 
 

@@ -36,6 +36,14 @@ SMALLEST: dict[str, dict[str, Any]] = {
     },
 }
 
+# Frames of 32 tokens for a part of the requests, which are read by the device alone; the others' rows are of two tiers.
+RESIDENT: dict[str, Any] = {
+    "policy": "progressive",
+    "threshold": 1.0,
+    "device_pool_pages": 420,
+    "device_resident_share": 0.9,
+}
+
 
 def prompts() -> list[list[int]]:
     """Random byte tokens of every length around pages, and two longer ones that begin alike."""
@@ -76,10 +84,10 @@ def results(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     folder = tmp_path_factory.mktemp("device")
     model = make_tiny_model("llama-gqa", folder)
     jobs = [_job("stock", model)]
-    for name, settings in SMALLEST.items():
+    for name, settings in {**SMALLEST, "resident": RESIDENT}.items():
         ours = {"attention_backend": "hybrid_sparse", "block_size": 32, "kv_cache_memory_bytes": 12 << 20}
         device = {"hybrid_sparse": {"device": "emulated", "admission": "none", **settings}}
-        jobs.append(_job(name, model, **ours, additional_config=device))
+        jobs.append(_job(name, model, **ours, additional_config=device) | {"entered": name == "resident"})
     per_layer = SMALLEST["progressive"] | {"device_pool_pages": 47}
     refused = {"hybrid_sparse": {"device": "emulated", **per_layer}}
     jobs.append(_job("too small", model, attention_backend="hybrid_sparse", additional_config=refused))
@@ -91,6 +99,12 @@ def results(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.mark.parametrize("setting", SMALLEST)
 def test_a_pool_of_one_group_answers_as_stock(results: dict[str, dict[str, Any]], setting: str) -> None:
     assert not differences(answers_of(results["stock"]), answers_of(results[setting]))
+
+
+def test_rows_that_the_device_reads_alone_answer_as_stock(results: dict[str, dict[str, Any]]) -> None:
+    assert not differences(answers_of(results["stock"]), answers_of(results["resident"]))
+    frames = int(0.9 * 420) // (3 * 2 * 2)  # layers, KV heads, pages of a block
+    assert results["resident"]["entered"] > frames  # so that frames had several blocks
 
 
 def test_a_pool_that_holds_no_group_of_every_layer_is_refused(results: dict[str, dict[str, Any]]) -> None:

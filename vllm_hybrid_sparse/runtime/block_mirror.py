@@ -1,5 +1,6 @@
 """Block tables in host memory, mirrored from what the scheduler says: on a GPU vLLM keeps its own on the device."""
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,18 +15,18 @@ class BlockMirror:
     """The blocks of the requests that run. Its one writer is the thread that runs the steps."""
 
     def __init__(self) -> None:
-        self._blocks: dict[str, list[int]] = {}
+        self._blocks: dict[str, array[int]] = {}  # as 32-bit numbers, which a step copies as a whole
         self._batch_ids: BatchIds | None = None
 
     def start(self, request_id: str, blocks: Sequence[int]) -> None:
         """A request begins, or begins again, with these blocks and no others."""
-        self._blocks[request_id] = list(blocks)
+        self._blocks[request_id] = array("i", blocks)
 
     def extend(self, request_id: str, blocks: Sequence[int]) -> None:
         """A request gets further blocks. KernelError where it is unknown."""
         if request_id not in self._blocks:
             raise KernelError(f"request_id={request_id!r}: gets blocks and never began")
-        self._blocks[request_id] += blocks
+        self._blocks[request_id].extend(blocks)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Requests that finished, were aborted or preempted have no blocks; unknown ones never had."""
@@ -45,7 +46,7 @@ class BlockMirror:
         """The step's requests, in the order of its rows; None in a made-up step."""
         return None if self._batch_ids is None else self._batch_ids(order)
 
-    def tables(self, order: Any = None) -> list[list[int]] | None:
+    def tables(self, order: Any = None) -> "list[array[int]] | None":
         """The blocks of the step's requests, in the order of its rows; None in a made-up step."""
         names = self.names(order)
         return None if names is None else [self._blocks[request_id] for request_id in names]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,7 +83,7 @@ class DeviceBatch:
         decodes: list[int] = []
         for request, seq_len in enumerate(lengths):
             tokens = starts[request + 1] - starts[request]
-            table = torch.tensor(block_tables[request], dtype=torch.int32)
+            table = torch.from_numpy(np.array(block_tables[request], dtype=np.int32))
             if len(table) * block_tokens < seq_len:
                 raise KernelError(f"block_tables={len(table)} blocks of a request of {seq_len} tokens: too few")
             if tokens == 1 and bool(decode_mask[request]):

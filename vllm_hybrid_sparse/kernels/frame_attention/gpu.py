@@ -125,9 +125,9 @@ def _split(longest: int, groups: int) -> tuple[int, int]:
     groups   rows times KV heads: the programs that there are without a split
     """
     most = max(1, longest // _MIN_SPLIT_TOKENS)
-    wanted = min(most, triton.cdiv(_PROGRAMS, groups))
-    tokens = triton.cdiv(triton.cdiv(longest, wanted), _TILE_TOKENS) * _TILE_TOKENS
-    return triton.cdiv(longest, tokens), tokens
+    wanted = min(most, -(-_PROGRAMS // groups))
+    tokens = -(-longest // (wanted * _TILE_TOKENS)) * _TILE_TOKENS
+    return -(-longest // tokens), tokens
 
 
 @triton.jit
