@@ -12,8 +12,10 @@ from tests.kernels.step_checks import check_step
 from tests.runtime.broken_pages import break_pages
 from tests.runtime.test_step import POLICIES, SMALL
 from tests.runtime.tiered_layer import TieredModel
+from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.runtime import residency
 from vllm_hybrid_sparse.runtime.residency import Residency
+from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 from vllm_hybrid_sparse.values import SelectionSpec
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -234,6 +236,17 @@ def test_a_step_that_ended_early_leaves_no_block_in_a_frame(device: str) -> None
         of(model)._fills.popitem()  # as if one layer had not been attended
         assert [decode(model, one) for _ in range(2)] == [[False], [True]]
         assert of(model).entered_blocks == 3
+
+
+def test_a_device_with_room_for_everything_has_a_frame_for_every_block() -> None:
+    with model_of("cuda") as model:
+        kernel, kv_caches = model.layers[0].tiered_attention, [layer.kv_cache for layer in model.layers]
+        settings = HybridSparseConfig(**SMALL, policy="dense", device="cuda")
+        assert settings.device_resident_share == 0.75
+        with DeviceTier(settings, kv_caches, kernel, device=torch.device("cpu"), device_bytes=2**40) as tier:
+            assert tier.pool.shape.capacity_pages == -(-40 * FRAME_SLOTS * 4 // 3)
+            assert tier.residency is not None
+            assert tier.residency._most_frames == 40
 
 
 def test_no_row_is_resident_where_no_frame_fits(caplog: pytest.LogCaptureFixture) -> None:

@@ -97,7 +97,7 @@ class Residency:
         """No block has a frame.
 
         sources       every layer's host store, all laid out alike
-        most_frames   1 or more
+        most_frames   1 or more: no more frames are made at a time
         """
         self.shape = shape
         self.failures: list[Exception] = []  # of loads, until they are reported
@@ -108,9 +108,7 @@ class Residency:
         self._frames = [(shape.view(pool.key, layer), shape.view(pool.value, layer)) for layer in range(shape.layers)]
         self._all_frames = loader.pool.shape.capacity_pages // shape.slots
         self._blocks = BlockFrames(sources[0].num_pages // shape.pages_per_block, self._all_frames)
-        self._unused = list(
-            range(self._all_frames)
-        )  # numbers of frames whose slots serve single pages; the last is taken first
+        self._unused = list(range(self._all_frames))  # those whose slots serve single pages; the last is taken first
         self._step = 0
         self._entering: Entering | None = None
         self._fills: dict[int, Future[Mark | None]] = {}  # of the blocks that entered in the last step, by layer

@@ -1,6 +1,7 @@
 """The device tier of one worker process: its pool, the threads that serve it, and what it was good for."""
 
 import logging
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
@@ -59,9 +60,10 @@ class DeviceTier:
         stored_pages = (
             sum(len(kv_cache) for kv_cache in kv_caches) * attention.num_kv_heads * attention.layout.pages_per_block
         )
+        # More slots than pages hold nothing; where every block has a frame, the rest serves single pages.
+        useful_pages = math.ceil(stored_pages / (settings.device_resident_share or 1.0))
         shape = PoolShape(
-            capacity_pages=settings.device_pool_pages
-            or min(device_bytes // attention.layout.page_bytes, stored_pages),  # more slots than pages hold nothing
+            capacity_pages=settings.device_pool_pages or min(device_bytes // attention.layout.page_bytes, useful_pages),
             layers=len(self._layer_of),
             head_dim=attention.head_dim,
             dtype=attention.dtype,
@@ -93,6 +95,7 @@ class DeviceTier:
         self._stats = TierStats()
         self._decode_stats = DecodeStats()
         self._evictions = 0
+        self._entered_blocks = 0
         self.failures = 0  # loads that failed since the start
 
     def _residency(self, kv_caches: Sequence[Tensor], least: int) -> Residency | None:
@@ -159,7 +162,6 @@ class DeviceTier:
         if self.residency is None:
             return None
         self.residency.forget(sorted({page // self._layout.pages_per_block for page in written_pages}))
-        entered = self.residency.entered_blocks
         divided = self.residency.divide(tokens, [table.numpy() for table in tables], seq_lens)
         for error in self.residency.failures:
             self.report_failure(error)
@@ -174,7 +176,6 @@ class DeviceTier:
                 resident_groups=groups,
                 pages_wanted=pages,
                 pages_hit=pages,
-                blocks_entered=self.residency.entered_blocks - entered,
             ),
             DecodeStats(
                 selections=groups,
@@ -201,7 +202,9 @@ class DeviceTier:
         """What device and host did since the last call."""
         evicted = self.pool.evictions - self._evictions
         self._evictions += evicted
-        stats, self._stats = self._stats + TierStats(pages_evicted=evicted), TierStats()
+        entered = 0 if self.residency is None else self.residency.entered_blocks - self._entered_blocks
+        self._entered_blocks += entered
+        stats, self._stats = self._stats + TierStats(pages_evicted=evicted, blocks_entered=entered), TierStats()
         return stats
 
     def take_decode_stats(self) -> DecodeStats:

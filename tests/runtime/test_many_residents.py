@@ -1,0 +1,115 @@
+"""Thousands of requests in and out of scarce frames: they read what was stored, and no frame or slot is left."""
+
+import random
+import threading
+from collections import deque
+
+import numpy as np
+import torch
+
+from tests.memory.host_store import HEAD_DIM, Store
+from tests.memory.pages import numbered
+from vllm_hybrid_sparse.memory import transfers
+from vllm_hybrid_sparse.memory.block_frames import FrameShape
+from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
+from vllm_hybrid_sparse.memory.page_keys import PageKey
+from vllm_hybrid_sparse.memory.transfers import Loader
+from vllm_hybrid_sparse.runtime.residency import Residency, ResidentRows
+from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+REQUESTS = 10_000
+BLOCKS, LAYERS = 64, 2
+MOST_FRAMES = 20
+CAPACITY = 24 + MOST_FRAMES * LAYERS
+
+
+class Traffic:
+    """Requests that come, decode and leave, at most four at a time; blocks of one page, two layers of one KV head."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.store = Store(layers=LAYERS, kv_heads=1, blocks=BLOCKS)
+        shape = PoolShape(capacity_pages=CAPACITY, layers=LAYERS, head_dim=HEAD_DIM, dtype=torch.float32)
+        self.loader = Loader(DevicePool(shape))
+        frames = FrameShape(layers=LAYERS, kv_heads=1, pages_per_block=1)
+        self.residency = Residency(self.loader, frames, self.store.sources, MOST_FRAMES)
+        self.free = deque(range(BLOCKS))
+        self.running: list[tuple[list[int], list[float]]] = []  # blocks, and the number that each token is
+        self.started = self.aborted = self.resident_rows = self.tiered_rows = 0
+
+    def start(self) -> None:
+        """Prefill: what the blocks held before is forgotten."""
+        tokens = [self.rng.random() for _ in range(self.rng.randint(1, 12 * PAGE_TOKENS))]
+        blocks = [self.free.popleft() for _ in range(-(-len(tokens) // PAGE_TOKENS))]
+        self.residency.forget(blocks)
+        self.loader.forget(numbered([PageKey(layer, 0, block) for layer in range(LAYERS) for block in blocks]))
+        for place, block in enumerate(blocks):
+            values = torch.tensor(tokens[place * PAGE_TOKENS : (place + 1) * PAGE_TOKENS])
+            for layer in range(LAYERS):
+                keys, rows = self.store._parts(PageKey(layer, 0, block))
+                keys[:, : len(values)] = values
+                rows[: len(values)] = values[:, None]
+        self.running.append((blocks, tokens))
+        self.started += 1
+
+    def decode(self) -> None:
+        """One step: a token each, stored where a row is read, and what is read is looked at."""
+        for blocks, tokens in self.running:
+            tokens.append(self.rng.random())
+            if len(tokens) % PAGE_TOKENS == 1 or len(tokens) == 1:
+                blocks.append(self.free.popleft())
+        tables = [np.array(blocks, dtype=np.int32) for blocks, _ in self.running]
+        divided = self.residency.divide(range(len(tables)), tables, [len(tokens) for _, tokens in self.running])
+        for layer in range(LAYERS):
+            for blocks, tokens in self.running:
+                self.store.write(PageKey(layer, 0, blocks[-1]), (len(tokens) - 1) % PAGE_TOKENS, tokens[-1])
+            if divided.rows is not None:
+                self.read(layer, divided.rows)
+            if divided.entering is not None:
+                self.residency.enter(layer, divided.entering)
+        self.tiered_rows += int((~divided.resident).sum())
+
+    def read(self, layer: int, rows: ResidentRows) -> None:
+        new = torch.tensor([self.running[row][1][-1] for row in rows.tokens])
+        for part in self.residency.frames(layer):
+            part[rows.new_frames, :, rows.new_places] = new[:, None, None]
+            for place, row in enumerate(rows.tokens):
+                read = part[rows.frames[place].long(), 0].flatten(0, 1)[: rows.seq_lens[place]]
+                assert torch.equal(read, torch.tensor(self.running[row][1])[:, None].expand_as(read))
+        self.resident_rows += len(rows.tokens)
+
+    def leave(self) -> None:
+        """Some finish, some are aborted: nobody is told either way."""
+        for request in [request for request in self.running if self.rng.random() < 0.3]:
+            self.aborted += self.rng.random() < 0.5
+            self.running.remove(request)
+            self.free.extend(request[0])
+
+
+def test_ten_thousand_requests_read_what_was_stored_and_leave_no_frame_or_slot() -> None:
+    threads = threading.active_count()
+    traffic = Traffic(seed=0)
+    steps = 0
+    while traffic.started < REQUESTS or traffic.running:
+        while traffic.started < REQUESTS and len(traffic.running) < 4:
+            traffic.start()
+        traffic.decode()
+        traffic.leave()
+        steps += 1
+        if steps % 100 == 0:
+            traffic.residency._blocks.check_integrity()
+            traffic.loader.settled().result(timeout=30)
+            traffic.loader.pool.check_integrity()
+    traffic.residency.forget(range(BLOCKS))
+    traffic.residency._blocks.check_integrity()
+    traffic.residency._give_back()
+    traffic.loader.close()
+    pool = traffic.loader.pool
+    pool.check_integrity()
+    assert (pool.layer_slots, pool.resident_pages, pool.pinned_pages) == (CAPACITY, 0, 0)
+    assert not traffic.residency.failures
+    assert traffic.resident_rows > REQUESTS
+    assert traffic.tiered_rows > REQUESTS
+    assert traffic.aborted > REQUESTS / 3
+    assert threading.active_count() == threads
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(transfers.THREAD_NAME)]
