@@ -230,15 +230,16 @@ class HybridSparseConfig:
             default=0,
             values="0 to 1024",
             allows=lambda value: 0 <= value <= 1024,
-            meaning="threads of the CPU kernel; 0 takes as many as torch's OpenMP has, on cuda an equal part of the "
-            "cores for each GPU, less one",
+            meaning="threads of the CPU kernel; 0 takes as many as torch's OpenMP has, and one more where vLLM by "
+            "itself leaves a second core idle, on cuda an equal part of the cores for each GPU, less one",
             unit="threads",
         )
     )
     thread_pool: str = choice_field(
         "auto",
         THREAD_POOLS,
-        "whose threads help: the kernel's own, or torch's GNU OpenMP team; auto takes openmp where it is loaded",
+        "whose threads help: the kernel's own, or torch's GNU OpenMP team; auto takes openmp where it is loaded and has "
+        "as many",
     )
     device: str = choice_field(
         "none",

@@ -1,5 +1,6 @@
 """The CPU worker without vLLM's own set-up and without a model."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
@@ -10,6 +11,7 @@ def bare_worker(**attributes: Any) -> HybridSparseCPUWorker:
     """A worker that trims no heap, with attributes that its methods need."""
     worker = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
     worker._heap = IdleTrimmer(None)
+    worker.parallel_config = SimpleNamespace(local_world_size=1, data_parallel_size_local=1)
     for name, value in attributes.items():
         setattr(worker, name, value)
     return worker

@@ -8,7 +8,7 @@ import torch
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
-from vllm_hybrid_sparse.runtime.host import HostRuntime, helper_cpus
+from vllm_hybrid_sparse.runtime.host import HostRuntime
 from vllm_hybrid_sparse.values import summary_bytes
 
 
@@ -47,22 +47,3 @@ def test_fluxion_splits_codes_of_two_bits_where_that_takes_no_more_bytes() -> No
 @pytest.mark.parametrize("thread_pool", ["auto", "openmp"])
 def test_torch_s_threads_help_where_they_are_there(thread_pool: str) -> None:
     assert HostRuntime(HybridSparseConfig(thread_pool=thread_pool, num_threads=2)).helpers == "openmp"
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("GOMP_CPU_AFFINITY", "4 5 6 7"), ("KMP_AFFINITY", "granularity=fine,explicit,proclist=[4,5,6,7]")],
-)
-def test_helpers_get_the_cores_that_vllm_bound_openmp_to(
-    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As vLLM sets them for GNU's and for Intel's OpenMP; the first core is the calling thread's."""
-    for name in ("GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
-        monkeypatch.delenv(name, raising=False)
-    assert helper_cpus(3) == []
-    monkeypatch.setenv(variable, value)
-    assert helper_cpus(3) == [5, 6]
-    assert helper_cpus(8) == [5, 6, 7]
-    assert helper_cpus(1) == []
-    monkeypatch.setenv(variable, "granularity=fine,compact" if variable == "KMP_AFFINITY" else "0-3")
-    assert helper_cpus(3) == []

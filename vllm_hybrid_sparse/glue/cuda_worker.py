@@ -11,7 +11,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.glue.worker import HostStoreWorker, one_of_each_storage
+from vllm_hybrid_sparse.glue.worker import HostStoreWorker, local_workers, one_of_each_storage
 from vllm_hybrid_sparse.memory.pinned import available_bytes, host_store_bytes, pin, unpin
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
 from vllm_hybrid_sparse.runtime.host import host_runtime
@@ -41,7 +41,7 @@ class HybridSparseCUDAWorker(HostStoreWorker, PlainOutputWorker):
         """Bytes of the host store, by which vLLM counts its blocks; what profiling leaves of the GPU is the pool's."""
         asked = self.cache_config.kv_cache_memory_bytes
         available = available_bytes()
-        workers = self.parallel_config.local_world_size * max(1, self.parallel_config.data_parallel_size_local)
+        workers = local_workers(self.parallel_config)
         store = host_store_bytes(asked, available, workers)
         self.cache_config.kv_cache_memory_bytes = None  # with it vLLM would not profile
         try:

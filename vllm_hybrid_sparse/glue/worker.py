@@ -29,7 +29,7 @@ class HostStoreWorker(WorkerBase):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model; its layers share nothing with those of an engine that this process had before."""
-        begin_engine()
+        begin_engine(local_workers(self.parallel_config))
         super().load_model(load_dummy_weights=load_dummy_weights)
 
     def get_kv_cache_spec(self) -> Any:
@@ -162,6 +162,12 @@ class HostStoreWorker(WorkerBase):
     def _write_lines(self) -> None:
         for line in self._interval.take(self._runtime.packed_bytes):
             logger.info("%s", line)
+
+
+def local_workers(parallel_config: Any) -> int:
+    """Workers of the engines on this machine."""
+    workers: int = parallel_config.local_world_size * max(1, parallel_config.data_parallel_size_local)
+    return workers
 
 
 def one_of_each_storage(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,8 +1,6 @@
 """The host tier of one worker process: one thread pool, one kernel per layer shape, and their statistics."""
 
 import logging
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -19,6 +17,7 @@ from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
+from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 from vllm_hybrid_sparse.values import CODE_BITS, SPLIT_HEAD_DIM
@@ -29,37 +28,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def helper_cpus(threads: int) -> list[int]:
-    """A core for each helper thread, the caller's excluded: those that vLLM bound OpenMP to, else none in particular.
+class _Engine:
+    """What is known of the engine that is being made in this process."""
 
-    GNU's and Intel's OpenMP bind the calling thread to its first core, which threads started from it inherit.
-    """
-    intel = re.search(r"proclist=\[([0-9,]*)\]", os.environ.get("KMP_AFFINITY", ""))
-    listed = intel[1].split(",") if intel else os.environ.get("GOMP_CPU_AFFINITY", "").split()
-    return [int(core) for core in listed if core.isdigit()][1:threads]
-
-
-def default_threads(device: str) -> int:
-    """Threads of the CPU kernel where the settings do not number them.
-
-    Beside a GPU vLLM leaves torch one thread. There the kernel takes an equal part of the process's cores for each GPU
-    of the machine, less one, which launches.
-    """
-    if device != "cuda":
-        return torch.get_num_threads()
-    return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()) - 1)
+    local_workers = 1  # on this machine
 
 
 class HostRuntime:
     """Made once a process from the settings; layers of one shape share a kernel and its scratch memory."""
 
-    def __init__(self, settings: HybridSparseConfig) -> None:
+    def __init__(self, settings: HybridSparseConfig, local_workers: int = 1) -> None:
+        """No layer is known yet.
+
+        local_workers   of the engine on this machine
+        """
         self.settings = settings
         self.selection = native_selection(settings.selection, settings.retained)
-        threads = settings.num_threads or default_threads(settings.device)
+        threads = settings.num_threads or default_threads(settings.device, local_workers)
         helpers = settings.thread_pool
         if helpers == "auto":
-            helpers = "openmp" if settings.device != "cuda" and _native.openmp_is_loaded() else "own"
+            has_team = settings.device != "cuda" and _native.openmp_is_loaded() and threads <= torch.get_num_threads()
+            helpers = "openmp" if has_team else "own"
         self.pool = make_thread_pool(threads, helpers=helpers, cpus=helper_cpus(threads))
         # Blocks of requests in the step under way that a KV connector may have written; the worker sets it, each layer
         # summarises them before it attends.
@@ -233,9 +222,13 @@ class HostRuntime:
 @lru_cache(maxsize=1)
 def host_runtime(settings: HybridSparseConfig) -> HostRuntime:
     """The runtime of the engine that is being made in this process, the same for all of its layers."""
-    return HostRuntime(settings)
+    return HostRuntime(settings, _Engine.local_workers)
 
 
-def begin_engine() -> None:
-    """What is asked for from now on is another engine's: it gets a runtime of its own."""
+def begin_engine(local_workers: int = 1) -> None:
+    """What is asked for from now on is another engine's: it gets a runtime of its own.
+
+    local_workers   of that engine on this machine
+    """
+    _Engine.local_workers = local_workers
     host_runtime.cache_clear()

@@ -1,0 +1,99 @@
+"""Which cores threads of the CPU kernel get, and how many there are where nobody says."""
+
+import os
+
+import pytest
+import torch
+
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.runtime import cores
+from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus
+from vllm_hybrid_sparse.runtime.host import HostRuntime
+
+NAMES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def allow(cpus: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that started this one may run on these cores."""
+    monkeypatch.setattr(cores.os, "sched_getaffinity", {os.getppid(): cpus}.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("GOMP_CPU_AFFINITY", "4 5 6 7"), ("KMP_AFFINITY", "granularity=fine,explicit,proclist=[4,5,6,7]")],
+)
+def test_helpers_get_the_cores_that_vllm_bound_openmp_to_and_then_others(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM sets them for GNU's and for Intel's OpenMP; the first core is the calling thread's."""
+    allow({3, 4, 5, 6, 7, 8}, monkeypatch)
+    assert helper_cpus(3) == []
+    monkeypatch.setenv(variable, value)
+    assert helper_cpus(3) == [5, 6]
+    assert helper_cpus(6) == [5, 6, 7, 3, 8]
+    assert helper_cpus(1) == []
+    monkeypatch.setenv(variable, "granularity=fine,compact" if variable == "KMP_AFFINITY" else "0-3")
+    assert helper_cpus(3) == []
+
+
+@pytest.fixture
+def one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM does by default on a machine with two cores."""
+    allow({0, 1}, monkeypatch)
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", "0")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_a_core_that_vllm_leaves_idle_is_used() -> None:
+    assert default_threads("none") == default_threads("emulated") == 2
+    runtime = HostRuntime(HybridSparseConfig())
+    assert (runtime.pool.size, runtime.helpers) == (2, "own")
+    assert helper_cpus(2) == [1]
+
+
+@pytest.mark.usefixtures("one_of_two")
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("VLLM_CPU_OMP_THREADS_BIND", "0"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        ("VLLM_CPU_NUM_OF_RESERVED_CPU", "1"),
+        ("GOMP_CPU_AFFINITY", ""),
+    ],
+)
+def test_what_the_user_says_of_cores_is_kept_to(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    assert default_threads("none") == 1
+    assert HostRuntime(HybridSparseConfig()).pool.size == 1
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_a_core_that_may_be_another_worker_s_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_threads("none", local_workers=2) == 1
+    allow({0, 1, 2}, monkeypatch)
+    assert default_threads("none") == 1
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_openmp_s_threads_are_not_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A team of several waits on its cores, one of which a helper would need."""
+    allow({0, 1, 2}, monkeypatch)
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", "0 1")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert default_threads("none") == 2
+    assert helper_cpus(2) == [1]
+
+
+def test_a_number_that_is_given_is_taken_with_threads_of_its_own_beyond_the_team(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    runtime = HostRuntime(HybridSparseConfig(num_threads=3))
+    assert (runtime.pool.size, runtime.helpers) == (3, "own")
