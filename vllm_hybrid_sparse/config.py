@@ -238,8 +238,8 @@ class HybridSparseConfig:
     thread_pool: str = choice_field(
         "auto",
         THREAD_POOLS,
-        "whose threads help: the kernel's own, or torch's GNU OpenMP team; auto takes openmp where it is loaded and has "
-        "as many",
+        "whose threads help: the kernel's own, or torch's GNU OpenMP team; auto takes openmp where it is loaded and "
+        "has as many",
     )
     device: str = choice_field(
         "none",
