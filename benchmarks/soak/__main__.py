@@ -1,22 +1,24 @@
 """Mixed load on one server for an hour: right answers, aborts, mistakes, random requests, and what is left of them.
 
-    python -m benchmarks.soak [--minutes 60] [--model PATH] [--threads all]
+    python -m benchmarks.soak [--minutes 60] [--model PATH] [--settings JSON] [--threads all]
 
-SmolLM2-135M-Instruct in float32, default settings of the backend, prefix caching. First every prompt is served alone,
-which gives the answers that all later ones must equal. Then clients ask these prompts again, break off, leave, make
-mistakes and send random requests. Every so often the load stops and the server is looked at: at rest all its KV pages
-must be free, and from minute 10 on its threads, files and memory may not grow. Nothing is judged by how long it took,
-and time in which the whole process tree is stopped does not count. Exits with 1 where a rule is broken.
+SmolLM2-135M-Instruct in float32, by default with the backend's default settings, prefix caching. First every prompt is
+served alone, which gives the answers that all later ones must equal. Then clients ask these prompts again, break off,
+leave, make mistakes and send random requests. Every so often the load stops and the server is looked at: at rest all
+its KV pages must be free, and from minute 10 on its threads, files and memory may not grow. Nothing is judged by how
+long it took, and time in which the whole process tree is stopped does not count. Exits with 1 where a rule is broken.
 """
 
 import argparse
 import asyncio
+import json
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.kv_shape import read_shape
 from benchmarks.report import markdown_table, save
@@ -48,7 +50,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def make_server(model: Path, threads: str, log_path: Path) -> Server:
+def make_server(model: Path, settings: Mapping[str, Any], threads: str, log_path: Path) -> Server:
     """Return the server, not started: room for all requests that it takes at a time, so that none is preempted.
 
     A resumed request computes the keys of its own answer again, exactly; under a policy that is not exact the answer
@@ -62,7 +64,7 @@ def make_server(model: Path, threads: str, log_path: Path) -> Server:
         f"--kv-cache-memory-bytes={int(kv_bytes)}",
         "--enable-prefix-caching",
         f"--served-model-name={SERVED_NAME}",
-        *our_args({}),
+        *our_args(dict(settings)),
     ]
     # vLLM ends a worker that takes this long for a step, stopped or not.
     return Server(model, args, thread_env(threads) | {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400"}, log_path)
@@ -89,6 +91,7 @@ class Seen:
         """Write the result, over the one of the look before."""
         content: dict[str, object] = {
             "model": options.model.name,
+            "settings": options.settings,
             "known_prompts": len(self.known),
             "known_tokens": sum(len(one.answer) for one in self.known),
             "counts": dict(self.tally.counts),
@@ -168,6 +171,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--threads", default="all", help="cores of the worker: all, default, or a list (%(default)s)")
     parser.add_argument("--model", type=Path, default=None, help="instead of SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--settings",
+        type=json.loads,
+        default={},
+        help="of the backend, as JSON; such that answers do not depend on load",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (%(default)s)")
     parser.add_argument("--log", type=Path, default=None, help="keep the server's log here")
     options = parser.parse_args()
@@ -180,7 +189,9 @@ def main() -> int:
     options = parse_arguments()
     stop_servers_when_terminated()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        server = make_server(options.model, options.threads, options.log or Path(folder) / "server.log")
+        server = make_server(
+            options.model, options.settings, options.threads, options.log or Path(folder) / "server.log"
+        )
         with server:
             say(f"server ready after {server.wait_ready(START_TIMEOUT_S):.0f} s")
             seen = Seen()
