@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tests.memory.host_store import HEAD_DIM, Store
+from tests.memory.many_requests import REQUESTS, drive
 from tests.memory.pages import numbered, side_by_side
 from vllm_hybrid_sparse.memory import transfers
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
@@ -17,7 +18,6 @@ from vllm_hybrid_sparse.memory.page_keys import PageKey
 from vllm_hybrid_sparse.memory.transfers import Load, Loaded, Loader
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
-REQUESTS = 10_000
 BLOCKS = 64
 CAPACITY = 24
 
@@ -74,21 +74,17 @@ class Traffic:
             self.running.remove(blocks)
             self.free.extend(blocks)
 
+    def check(self) -> None:
+        """The pool is sound, and nothing is in use."""
+        self.loader.settled().result(timeout=30)
+        self.loader.pool.check_integrity()
+        assert self.loader.pool.pinned_pages == 0
+
 
 def test_ten_thousand_requests_leave_no_slot_page_pin_or_thread() -> None:
     threads = threading.active_count()
     traffic = Traffic(seed=0)
-    steps = 0
-    while traffic.started < REQUESTS or traffic.running:
-        while traffic.started < REQUESTS and len(traffic.running) < 4:
-            traffic.start()
-        traffic.decode()
-        traffic.leave()
-        steps += 1
-        if steps % 100 == 0:
-            traffic.loader.settled().result(timeout=30)
-            traffic.loader.pool.check_integrity()
-            assert traffic.loader.pool.pinned_pages == 0
+    drive(traffic)
     pool = traffic.loader.pool
     traffic.loader.forget(numbered([PageKey(layer, 0, block) for layer in range(2) for block in range(BLOCKS)]))
     traffic.loader.close()

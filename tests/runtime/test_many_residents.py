@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tests.memory.host_store import HEAD_DIM, Store
+from tests.memory.many_requests import REQUESTS, drive
 from tests.memory.pages import numbered
 from vllm_hybrid_sparse.memory import transfers
 from vllm_hybrid_sparse.memory.block_frames import FrameShape
@@ -17,7 +18,6 @@ from vllm_hybrid_sparse.memory.transfers import Loader
 from vllm_hybrid_sparse.runtime.residency import Residency, ResidentRows
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
-REQUESTS = 10_000
 BLOCKS, LAYERS = 64, 2
 MOST_FRAMES = 20
 CAPACITY = 24 + MOST_FRAMES * LAYERS
@@ -85,21 +85,17 @@ class Traffic:
             self.running.remove(request)
             self.free.extend(request[0])
 
+    def check(self) -> None:
+        """Frames and pool are sound."""
+        self.residency._blocks.check_integrity()
+        self.loader.settled().result(timeout=30)
+        self.loader.pool.check_integrity()
+
 
 def test_ten_thousand_requests_read_what_was_stored_and_leave_no_frame_or_slot() -> None:
     threads = threading.active_count()
     traffic = Traffic(seed=0)
-    steps = 0
-    while traffic.started < REQUESTS or traffic.running:
-        while traffic.started < REQUESTS and len(traffic.running) < 4:
-            traffic.start()
-        traffic.decode()
-        traffic.leave()
-        steps += 1
-        if steps % 100 == 0:
-            traffic.residency._blocks.check_integrity()
-            traffic.loader.settled().result(timeout=30)
-            traffic.loader.pool.check_integrity()
+    drive(traffic)
     traffic.residency.forget(range(BLOCKS))
     traffic.residency._blocks.check_integrity()
     traffic.residency._give_back()
