@@ -40,6 +40,12 @@ def page_numbers(layer: int, kv_heads: ArrayLike, pages: ArrayLike) -> NDArray[n
     )
 
 
+def block_page_numbers(layer: int, kv_heads: int, blocks: ArrayLike, pages_per_block: int) -> NDArray[np.int64]:
+    """Numbers of all pages of blocks in one layer, [blocks, kv_heads, pages of a block]."""
+    pages = np.asarray(blocks, np.int64)[:, None, None] * pages_per_block + np.arange(pages_per_block)
+    return page_numbers(layer, np.arange(kv_heads)[:, None], pages)
+
+
 def places_of(numbers: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """KV heads and pages that numbers stand for, each of their shape."""
     of = np.asarray(numbers, np.int64)

@@ -18,7 +18,7 @@ from vllm_hybrid_sparse.errors import CapacityError, LoadError
 from vllm_hybrid_sparse.memory.block_frames import FrameShape
 from vllm_hybrid_sparse.memory.device_pool import DevicePool
 from vllm_hybrid_sparse.memory.host_pages import HostPages
-from vllm_hybrid_sparse.memory.page_keys import PageKey, page_numbers
+from vllm_hybrid_sparse.memory.page_keys import PageKey, block_page_numbers
 from vllm_hybrid_sparse.memory.queues import Mark
 from vllm_hybrid_sparse.memory.slot_table import NO_SLOT
 
@@ -145,12 +145,10 @@ class Loader:
 
     @torch.inference_mode()
     def _fill_frames(self, fill: FrameFill) -> Mark | None:
-        of_block, heads = np.arange(fill.shape.pages_per_block), np.arange(fill.shape.kv_heads)[:, None]
-        pages = page_numbers(
-            fill.layer, heads, fill.blocks[:, None, None] * fill.shape.pages_per_block + of_block
-        ).ravel()
+        shape = fill.shape
+        pages = block_page_numbers(fill.layer, shape.kv_heads, fill.blocks, shape.pages_per_block).ravel()
         self.pool.drop(pages)
-        slots = fill.shape.slots_of(fill.frames, fill.layer).ravel()
+        slots = shape.slots_of(fill.frames, fill.layer).ravel()
         try:
             for first in range(0, len(pages), COPY_PAGES):
                 some = slice(first, first + COPY_PAGES)

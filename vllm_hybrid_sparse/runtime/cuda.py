@@ -108,9 +108,7 @@ class CudaDevice:
     ) -> None:
         """See `Device`; launched on the caller's queue."""
         attended = rows.of(output)
-        attend_frames(
-            rows.of(query), *frames, rows.frames, rows.lengths, attended, scale=scale, longest=max(rows.seq_lens)
-        )
+        attend_frames(rows.of(query), *frames, rows.frames, rows.lengths, attended, scale=scale, longest=rows.longest)
         if not rows.together:
             output[rows.index] = attended
 

@@ -36,7 +36,8 @@ class ResidentRows:
 
     tokens: tuple[int, ...]  # of the step's batch, those that the rows are
     seq_lens: tuple[int, ...]  # of their requests, the new token included
-    pages: tuple[int, ...]  # of the host store, those that the new tokens are stored in
+    longest: int  # of seq_lens
+    filled_pages: tuple[int, ...]  # of the host store, those that the new tokens fill
     index: Tensor  # [rows] int64: `tokens`
     frames: Tensor  # [rows, blocks] int32
     lengths: Tensor  # [rows] int32: `seq_lens`
@@ -54,11 +55,6 @@ class ResidentRows:
     def of(self, tensor: Tensor) -> Tensor:
         """The rows of a tensor of the step's tokens; where they are `together`, in place."""
         return tensor[self.tokens[0] : self.tokens[-1] + 1] if self.together else tensor[self.index]
-
-    @property
-    def filled_pages(self) -> list[int]:
-        """Pages of the host store that the new tokens fill."""
-        return [page for page, seq_len in zip(self.pages, self.seq_lens, strict=True) if seq_len % PAGE_TOKENS == 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +261,8 @@ class Residency:
         return ResidentRows(
             tokens=tuple(index.tolist()),
             seq_lens=tuple(lengths.tolist()),
-            pages=tuple(pages.tolist()),
+            longest=int(lengths.max()),
+            filled_pages=tuple(pages[lengths % PAGE_TOKENS == 0].tolist()),
             index=on_device[0],
             frames=on_device[1],
             lengths=on_device[2],

@@ -29,7 +29,7 @@ class TieredLayer:
     def __init__(self, tier: DeviceTier, attention: NativeAttention, scale: float) -> None:
         settings = tier.settings
         self._tier = tier
-        self._attention, self._scale = attention, scale
+        self._attention = attention
         self._kv_heads = np.arange(attention.num_kv_heads)
         self._selection = native_selection(settings.selection, settings.retained)
         host = HostSide(attention)
@@ -63,14 +63,15 @@ class TieredLayer:
                         it, and its row for each decode row
         """
         self._attention.forward(query, key, value, kv_cache, batch.native, self._selection, None, output, hgca, fluxion)
+        layer = self._tier.layer_of(kv_cache)
         if key is not None and value is not None:
-            self._write_through(key, value, self._tier.layer_of(kv_cache), batch)
+            self._write_through(key, value, layer, batch)
         if batch.resident is not None:
-            self._attend_resident(query, key, value, self._tier.layer_of(kv_cache), batch.resident, output)
+            self._attend_resident(query, key, value, layer, batch.resident, output)
         if batch.rows:
             self._decode(query, kv_cache, batch, hgca, fluxion, device_output or (output, batch.rows))
         if batch.entering is not None and self._tier.residency is not None:
-            self._tier.residency.enter(self._tier.layer_of(kv_cache), batch.entering)
+            self._tier.residency.enter(layer, batch.entering)
 
     def _decode(
         self,
@@ -97,7 +98,7 @@ class TieredLayer:
         if key is not None and value is not None:
             for stored, new in zip(frames, (key, value), strict=True):
                 stored[rows.new_frames, :, rows.new_places] = rows.of(new)
-        self._tier.device.attend_frames(query, frames, rows, output, self._scale)
+        self._tier.device.attend_frames(query, frames, rows, output, self._attention.scale)
 
     def _write_through(self, key: Tensor, value: Tensor, layer: int, batch: TieredBatch) -> None:
         """Keep the pool true: pages that prefill has written are dropped, a decode row's token is written there too."""

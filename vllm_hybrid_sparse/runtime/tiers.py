@@ -17,7 +17,7 @@ from vllm_hybrid_sparse.memory.block_frames import FrameShape
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.layout import BlockLayout
-from vllm_hybrid_sparse.memory.page_keys import page_numbers
+from vllm_hybrid_sparse.memory.page_keys import block_page_numbers
 from vllm_hybrid_sparse.memory.queues import open_queue
 from vllm_hybrid_sparse.memory.transfers import Loader
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
@@ -144,10 +144,9 @@ class DeviceTier:
         of_block = self._layout.pages_per_block
         if not blocks:
             return
-        pages = np.array(blocks, dtype=np.int64)[:, None, None] * of_block + np.arange(of_block)
-        heads = np.arange(self.kv_heads)[:, None]
         layers = range(len(self._layer_of))
-        self.loader.forget(np.stack([page_numbers(layer, heads, pages) for layer in layers])).result()
+        pages = [block_page_numbers(layer, self.kv_heads, blocks, of_block) for layer in layers]
+        self.loader.forget(np.stack(pages)).result()
         if self.residency is not None:
             self.residency.forget(blocks)
 
