@@ -31,6 +31,7 @@ DEVICES = ("none", "emulated", "cuda")
 TIERED_DEVICES = ("emulated", "cuda")
 DEVICE_POOLS = ("unified", "per_layer")
 DEVICE_EVICTIONS = ("cyclic", "lru", "fifo")
+DEVICE_RANKINGS = ("host", "device")
 HOST_SHARES = ("none", "uniform", "length", "queue")
 ADMISSIONS = ("working_set", "none")
 CUDA_RESIDENT_SHARE = 0.75
@@ -294,6 +295,16 @@ class HybridSparseConfig:
         policies=(*PAGE_POLICIES, "fluxion"),
         devices=TIERED_DEVICES,
     )
+    device_ranking: str | None = choice_field(
+        "host",
+        DEVICE_RANKINGS,
+        "who chooses the pages of a decode row that is not read whole: the host, layer by layer, or the device, which "
+        "then keeps codes and places of all pages of the host store in its memory and waits for nobody; on cuda device "
+        "where it is not given and can be: with a unified pool, cyclic eviction, no host_share, and a policy that "
+        "ranks by key codes with an estimated remainder, or not at all",
+        policies=PAGE_POLICIES,
+        devices=TIERED_DEVICES,
+    )
     admission: str | None = choice_field(
         "working_set",
         ADMISSIONS,
@@ -340,6 +351,8 @@ class HybridSparseConfig:
             return None
         if self.device == "cuda" and name == "device_resident_share" and self.device_pool == "unified":
             return CUDA_RESIDENT_SHARE
+        if self.device == "cuda" and name == "device_ranking" and not self._ranked_by_host_because():
+            return "device"
         return setting.default
 
     def _check_device(self) -> None:
@@ -350,12 +363,28 @@ class HybridSparseConfig:
         if self.device_pool_pages is not None and self.device_pool_pages < least:
             rule = f"must be at least {least}: the microbatch that a group attends to, and the one that is loaded"
             raise refusal("device_pool_pages", self.device_pool_pages, rule)
+        if self.device_ranking == "device" and (reason := self._ranked_by_host_because()):
+            raise refusal("device_ranking", self.device_ranking, reason)
         if self.device_resident_share and self.device_pool != "unified":
             raise refusal(
                 "device_resident_share",
                 self.device_resident_share,
                 f"needs device_pool unified, since a block is of all layers, and the pool is {self.device_pool}",
             )
+
+    def _ranked_by_host_because(self) -> str:
+        """Why the device cannot choose pages by itself; empty where it can."""
+        reads_all = self.policy == "dense"
+        for name, value, needed, rule in (
+            ("device_pool", self.device_pool, self.device_pool == "unified", "unified"),
+            ("device_eviction", self.device_eviction, self.device_eviction == "cyclic", "cyclic"),
+            ("host_share", self.host_share, self.host_share == "none", "none"),
+            ("summary", self.summary, reads_all or self.summary == "key_codes", "key_codes"),
+            ("remainder", self.remainder, self.remainder in (None, "auto", "estimated"), "estimated"),
+        ):
+            if not needed:
+                return f"device_ranking device needs {name} {rule}, and it is {value}"
+        return ""
 
     def _unused_because(self, setting: Setting) -> str:
         """Why the setting has no effect; empty where it has."""

@@ -95,6 +95,7 @@ class TierStats:
     pages_evicted: int = 0  # made room for them
     pages_wasted: int = 0  # wanted for a group that had enough before they were attended
     resident_groups: int = 0  # of rows that the device read by itself, since all of their blocks were there
+    ranked_groups: int = 0  # of rows whose pages the device chose by itself; what they read is counted a little later
     blocks_entered: int = 0  # were copied to the device as wholes, of all layers
     pages_on_host: int = 0  # attended where they lie, by the host
     groups_on_host: int = 0  # that the host took
@@ -121,6 +122,8 @@ class TierStats:
         whole = ""
         if self.resident_groups or self.blocks_entered:
             whole = f"{self.resident_groups} groups resident, {self.blocks_entered} blocks entered; "
+        if self.ranked_groups:
+            whole += f"{self.ranked_groups} groups ranked by the device; "
         return (
             f"hybrid_sparse: device pool hit {hit:.1f} % of {self.pages_wanted} pages ({self.pages_fetched} fetched, "
             f"{self.pages_evicted} evicted, {self.pages_wasted} wasted); "

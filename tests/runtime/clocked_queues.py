@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_hybrid_sparse.memory import cuda_pool, write_through
-from vllm_hybrid_sparse.runtime import cuda, cuda_layer, predicted_rows, prefill, step, tiers
+from vllm_hybrid_sparse.runtime import cuda, cuda_layer, predicted_rows, prefill, ranking, step, tiers
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 Clock = dict[int, int]  # by queue: how much of its work is behind
@@ -93,6 +93,9 @@ class ClockedMark:
         with self._machine._lock:
             _join(self._machine.host, self.clock)
 
+    def passed(self) -> bool:
+        return True
+
     def seconds_since(self, _earlier: "ClockedMark") -> float:
         return 1e-6
 
@@ -125,7 +128,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     for module in (cuda, cuda_layer, tiers):
         monkeypatch.setattr(module, "open_queue", machine.open_queue)
-    for module in (cuda, cuda_layer, prefill, write_through):
+    for module in (cuda, cuda_layer, prefill, ranking, write_through):
         monkeypatch.setattr(module, "current_queue", machine.current_queue)
 
     def wrap(module: Any, name: str, memory: Callable[..., tuple[list[Hashable], list[Hashable]]]) -> None:
@@ -176,6 +179,32 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     wrap(write_through, "store_tokens", stored_tokens)
     wrap(cuda, "attend_frames", read_frames)
+
+    def at_pages(host: Any, heads: Any, at: Any) -> list[Hashable]:
+        block, page = at // host.pages_per_block, at % host.pages_per_block
+        return pages(host.elements, block * host.block_stride + heads * host.head_stride + page * host.page_stride)
+
+    def read_listed(_query: Any, key: Any, _value: Any, host: Any, listed: Any, counts: Any, *_: Any, **__: Any) -> Any:
+        is_listed = torch.arange(listed.slots.shape[2]) < counts[..., None]
+        heads = torch.arange(counts.shape[1])[:, None].expand_as(listed.slots)[is_listed]
+        slot, page = listed.slots[is_listed], listed.pages[is_listed].long()
+        reads = slots(key, slot) + at_pages(host, heads[slot < 0], page[slot < 0])
+        return reads, slots(key, -2 - slot)
+
+    def places(codes: Any, at: Any) -> list[Hashable]:
+        return [("codes", codes.data_ptr(), place) for place in at.flatten().tolist()]
+
+    def scored(_queries: Any, codes: Any, blocks: Any, candidates: Any, *, first_page: int, **named: Any) -> Any:
+        of_block, at = named["pages_per_block"], []
+        for table, num in zip(blocks, candidates.tolist(), strict=True):
+            page = first_page + torch.arange(num)
+            at.append(table[page // of_block].long() * of_block + page % of_block)
+        heads = torch.arange(len(codes))[:, None] * codes.shape[1]
+        return places(codes, heads + torch.cat(at)), []
+
+    wrap(ranking, "attend_listed", read_listed)
+    wrap(ranking, "encode_pages", lambda host, at, to, codes, **_: (pages(host, at), places(codes, to)))
+    wrap(ranking, "score_codes", scored)
 
     def states(out: torch.Tensor) -> list[Hashable]:
         return [("states", out.data_ptr())]

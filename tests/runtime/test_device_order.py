@@ -152,3 +152,45 @@ def test_what_is_left_out_is_noticed(
         model.step([(request, 40)], decode=False)
         model.step([(request, 1)])
     assert any(found.startswith(race) for found in machine.races)
+
+
+RANKED = {**POLICIES["codes"], "device_ranking": "device", "device_pool_pages": 64}
+RANKED_AND_RESIDENT = {**RANKED, "device_pool_pages": 80, "device_resident_share": 0.5}
+
+
+def ranked(model: TieredModel) -> None:
+    """Rows with candidates, beside prompts and rows that come and go in frames."""
+    one, other = model.start(), model.start()
+    model.step([(one, 190)], decode=False)
+    for tokens in (40, 90, 1):
+        model.step([(other, tokens), (one, 1)])
+    come_and_go(model)
+
+
+@pytest.mark.parametrize("settings", [RANKED, RANKED_AND_RESIDENT])
+def test_what_the_device_ranks_and_reads_is_there(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = watch(monkeypatch)
+    with model_of(settings, layers=2) as model:
+        ranked(model)
+        stats = model.tier.take_stats()
+    assert stats.ranked_groups > 0
+    assert (stats.resident_groups > 0) is ("device_resident_share" in settings)
+    assert machine.races == []
+    assert machine.accesses > 50
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "race"),
+    [
+        (CudaLayers, "_give_back", "score_codes may run beside encode_pages"),
+        (CudaPool, "follow", "load_pages may run beside store_tokens"),
+    ],
+)
+def test_what_the_device_would_rank_too_early_is_noticed(
+    owner: type, name: str, race: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = watch(monkeypatch)
+    monkeypatch.setattr(owner, name, nothing)
+    with model_of(RANKED_AND_RESIDENT, layers=2) as model:
+        ranked(model)
+    assert any(found.startswith(race) for found in machine.races), machine.races[:5]

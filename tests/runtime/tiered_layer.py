@@ -9,6 +9,7 @@ import torch
 
 from tests.kernels.served_layer import Request, ServedLayer, Shape, Step
 from vllm_hybrid_sparse.config import PAGE_POLICIES, HybridSparseConfig
+from vllm_hybrid_sparse.kernels.page_directory.reference import check_integrity
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
@@ -27,6 +28,7 @@ class _Executor:
         self._layer, self._native = layer, layer.tiered_attention
         self.num_kv_heads = layer.shape.num_kv_heads
         self._requests = RequestSlots()
+        self._ranked: dict[GroupKey, list[int]] = {}  # in the last step
 
     def forward(self, query: Any, key: Any, value: Any, kv_cache: Any, batch: Any, *rest: Any) -> None:
         output, *states = rest[2:]
@@ -42,6 +44,7 @@ class _Executor:
                 query_start, seq_lens, mask.bool(), tables, of_block, slots, divide=self._layer.divide
             )
             self._layer.on_cuda.forward(query, key, value, kv_cache, on_device, output, *states)
+            self._keep_ranked()
             if self._layer.looks_back_at_once:
                 layer = self._layer.tier.layer_of(kv_cache)
                 waiting = [rows.slot for rows in self._layer.on_cuda.prompt_rows.waiting(layer)]
@@ -51,6 +54,11 @@ class _Executor:
             query_start, seq_lens, block_table, slot_mapping, mask, slots, divide=self._layer.divide
         )
         self._layer.tiered.forward(query, key, value, kv_cache, tiered, output, *states)
+        self._keep_ranked()
+
+    def _keep_ranked(self) -> None:
+        ranking = self._layer.tier.ranking
+        self._ranked = {} if ranking is None else ranking.last_pages()
 
     def _is_resident(self, request: int) -> bool:
         divided = self._layer.divided
@@ -62,9 +70,13 @@ class _Executor:
         return [index for index in decodes if not self._is_resident(index)].index(request)
 
     def last_plan(self, request: int, kv_head: int) -> list[int]:
-        if self._is_resident(request):
+        settings = self._layer.tier.settings
+        ranked = self._layer.tier.ranking is not None
+        if self._is_resident(request) or (ranked and settings.policy == "dense"):
             tokens = self._layer.last_lengths[request]
-            return list(range(*self._layer.tier.settings.retained.candidate_range(tokens)))
+            return list(range(*settings.retained.candidate_range(tokens)))
+        if ranked:
+            return self._ranked.get(GroupKey(self._row(request), kv_head), [])
         if self._layer.fluxion is not None:
             return self._native.last_plan(self._row(request), kv_head)
         return list(self._layer.tiered.last_pages[GroupKey(self._row(request), kv_head)])
@@ -108,7 +120,7 @@ class TieredModel:
         self.divided: StepResidency | None = None  # in the last step
         defaults: dict[str, Any] = {"device": "emulated"}
         if settings.get("policy", "progressive") in PAGE_POLICIES:
-            defaults["device_resident_share"] = 0.0  # whatever the device's own default
+            defaults |= {"device_resident_share": 0.0, "device_ranking": "host"}  # whatever the device's own defaults
         self.config = HybridSparseConfig.from_mapping({**defaults, **settings})
         device = torch.device("cpu") if self.config.device == "cuda" else None
         shape = shape or Shape()
@@ -179,6 +191,8 @@ class TieredModel:
         self.tier.loader.settled().result(timeout=10)
         self.tier.pool.check_integrity()
         assert self.tier.pool.pinned_pages == 0
+        if self.tier.ranking is not None:
+            check_integrity(self.tier.ranking.directory.state)
 
     def __enter__(self) -> Self:
         return self

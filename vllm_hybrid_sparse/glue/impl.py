@@ -113,8 +113,11 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             self._fluxion = self._runtime.fluxion_layer(extract_layer_index(layer.layer_name))
         if attn_metadata is None or attn_metadata.batch is None:  # vLLM profiles, warms up or captures
             return output.zero_()
-        if self._runtime.loaded_blocks is not None and self._appends:
-            self.attention.summarize(kv_cache, self._runtime.loaded_blocks)
+        loaded = self._runtime.loaded_blocks
+        if loaded is not None and self._appends:
+            self.attention.summarize(kv_cache, loaded)
+            if self._runtime.cuda_layers is not None:
+                self._runtime.cuda_layers.encode_blocks(kv_cache, loaded.tolist())
         batch = attn_metadata.batch
         if isinstance(batch, DeviceBatch):
             layers = self._runtime.cuda_layers

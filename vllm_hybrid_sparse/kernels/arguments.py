@@ -28,11 +28,17 @@ def check_tensor(
     shape          sizes, None where any will do
     strided_dims   leading dimensions that may have any stride; the others must lie close together
     """
-    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
-    fits = tensor.dim() == len(shape) and all(
-        wanted in (None, size) for size, wanted in zip(tensor.shape, shape, strict=True)
-    )
-    if tensor.dtype not in allowed or tensor.device != device or not fits or not _is_dense(tensor, strided_dims):
+    # Some sixty a layer of a step, so what is usual is looked at first, and in few calls.
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+    sizes_given = tensor.shape
+    fits = len(sizes_given) == len(shape)
+    if fits:
+        for size, wanted in zip(sizes_given, shape, strict=True):
+            if wanted is not None and wanted != size:
+                fits = False
+                break
+    is_dense = tensor.is_contiguous() or (strided_dims > 0 and _is_dense(tensor, strided_dims))
+    if tensor.dtype not in allowed or tensor.device != device or not fits or not is_dense:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         names = " | ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         strides = "its last dimensions contiguous" if strided_dims else "contiguous"
@@ -58,6 +64,13 @@ def check_pools(k_pool: Tensor, v_pool: Tensor) -> int:
     check_tensor("k_pool", k_pool, KV_DTYPES, (None, PAGE_TOKENS, None), k_pool.device)
     check_tensor("v_pool", v_pool, k_pool.dtype, k_pool.shape, k_pool.device)
     return check_head_dim(k_pool.shape[2])
+
+
+def check_host(host: Tensor, dtypes: torch.dtype | Sequence[torch.dtype], device: torch.device) -> None:
+    """Check elements of the host store, [elements], which kernels on a GPU read and write in place: pinned there."""
+    check_tensor("host", host, dtypes, (None,), torch.device("cpu"))
+    if device.type == "cuda" and not host.is_pinned():
+        raise KernelError(f"host={host.numel()} elements in pageable memory: must be pinned")
 
 
 def check_head_dim(head_dim: int) -> int:

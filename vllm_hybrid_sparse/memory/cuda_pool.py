@@ -31,6 +31,10 @@ class CudaPool(DevicePool):
             places = upload(torch.from_numpy(slots), self.queue.device)
             load_pages(source.elements, offsets, places, self.key, self.value)
 
+    def follow(self, mark: Mark) -> None:
+        """See `DevicePool`."""
+        self.queue.follow(mark)
+
     def mark(self) -> Mark:
         """See `DevicePool`."""
         return self.queue.mark()

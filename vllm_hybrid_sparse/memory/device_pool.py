@@ -110,6 +110,9 @@ class DevicePool:
         """The most slots that single pages of one layer can have now."""
         return self.shape.layer_capacity_pages - self._aside
 
+    def follow(self, mark: Mark) -> None:
+        """Let what is put into slots from now on be put there only after a mark; here it has passed."""
+
     def mark(self) -> Mark | None:
         """Behind which all is in its slots that was put there; None: it is there already."""
         return None

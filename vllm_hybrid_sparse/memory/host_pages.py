@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore
 from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.memory.page_keys import places_of
 from vllm_hybrid_sparse.values import PAGE_TOKENS
@@ -38,6 +39,12 @@ class HostPages:
         )
 
     @property
+    def geometry(self) -> HostStore:
+        """The pages as the kernels find them that read them in place."""
+        block, head, page = self._parts.stride()[:3]
+        return HostStore(self.elements, block, head, page, self.pages_per_block)
+
+    @property
     def num_kv_heads(self) -> int:
         """KV heads of the layer."""
         return self._parts.shape[1]
@@ -46,6 +53,11 @@ class HostPages:
     def pages_per_block(self) -> int:
         """Pages of one KV head in a block."""
         return self._parts.shape[2]
+
+    @property
+    def summary_bytes(self) -> int:
+        """Bytes of the summary of a page."""
+        return self._layout.summary_bytes
 
     @property
     def num_pages(self) -> int:

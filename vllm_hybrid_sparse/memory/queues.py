@@ -18,6 +18,9 @@ class Mark(Protocol):
     def wait(self) -> None:
         """Block the calling thread, and nothing else, until the work before the mark is done."""
 
+    def passed(self) -> bool:
+        """Whether it is done; nothing is waited for."""
+
     def seconds_since(self, earlier: Self) -> float:
         """Time of the device between two marks of one queue, both of which are waited for."""
 
@@ -48,6 +51,10 @@ class _Passed:
 
     def wait(self) -> None:
         """Not at all."""
+
+    def passed(self) -> bool:
+        """Always."""
+        return True
 
     def seconds_since(self, earlier: Self) -> float:
         """See `Mark`."""
@@ -85,6 +92,11 @@ class _Event:
     def wait(self) -> None:
         """See `Mark`."""
         self.event.synchronize()
+
+    def passed(self) -> bool:
+        """See `Mark`."""
+        done: bool = self.event.query()
+        return done
 
     def seconds_since(self, earlier: Self) -> float:
         """See `Mark`."""

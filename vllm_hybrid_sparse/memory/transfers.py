@@ -67,6 +67,7 @@ class FrameFill:
     layer: int
     blocks: NDArray[np.int64]
     frames: NDArray[np.int32]
+    after: Mark | None = None  # which the copies follow; None: nothing that they need is under way
 
 
 class Loader:
@@ -110,13 +111,13 @@ class Loader:
         """
         return self._stream.submit(lambda: self.pool.missing(pages).sum(axis=1))
 
-    def set_aside(self, firsts: NDArray[np.int32], length: int) -> Future[NDArray[np.bool_]]:
-        """Take runs of slots out of use for frames; see `SlotTable.set_aside`."""
-        return self._stream.submit(self.pool.set_aside, firsts, length)
+    def set_aside(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
+        """Take runs of slots out of use for frames, in its turn, and wait for that; see `SlotTable.set_aside`."""
+        return self._stream.submit(self.pool.set_aside, firsts, length).result()
 
-    def give_back(self, firsts: NDArray[np.int32], length: int) -> Future[None]:
-        """Have runs of slots in use again that were set aside, once nothing reads what lies there."""
-        return self._stream.submit(self.pool.give_back, firsts, length)
+    def give_back(self, firsts: NDArray[np.int32], length: int) -> None:
+        """Have runs of slots in use again that were set aside, in its turn; nothing reads what lies there."""
+        self._stream.submit(self.pool.give_back, firsts, length).result()
 
     def fill_frames(self, fill: FrameFill) -> Future[Mark | None]:
         """Copy one layer's part of blocks to their frames; a mark behind the copies, None where they are done.
@@ -148,6 +149,8 @@ class Loader:
         shape = fill.shape
         pages = block_page_numbers(fill.layer, shape.kv_heads, fill.blocks, shape.pages_per_block).ravel()
         self.pool.drop(pages)
+        if fill.after is not None:
+            self.pool.follow(fill.after)
         slots = shape.slots_of(fill.frames, fill.layer).ravel()
         try:
             for first in range(0, len(pages), COPY_PAGES):

@@ -1,6 +1,6 @@
 """New keys and values from a GPU into the pinned host store: a prompt's pages as wholes, the rest by the token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,9 @@ from vllm_hybrid_sparse.kernels.copy.gpu import TokenFrames, store_pages, store_
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, current_queue, upload
 from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+Encode = Callable[[Sequence[int]], None]
+"""Makes the summaries of pages of a layer, all KV heads, on the queue of the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +31,14 @@ class Stored:
 class WriteThrough:
     """One layer's way into its host store: stores are launched and not waited for. For the step's thread alone."""
 
-    def __init__(self, source: HostPages, queue: DeviceQueue) -> None:
+    def __init__(self, source: HostPages, queue: DeviceQueue, encode: Encode | None = None) -> None:
         """Nothing is under way.
 
         source   the layer's host store, pinned beside a GPU
         queue    where stores go, and whatever else reads the store on the device
+        encode   summarises pages on the device when they are filled; None: the host does, once it is told to
         """
-        self._source, self._queue = source, queue
+        self._source, self._queue, self._encode = source, queue, encode
         self._stored: Mark | None = None  # behind the chunks
         self._rows_stored: Mark | None = None  # behind the rows
         self._blocks: set[int] = set()  # with pages that were filled since they were last taken
@@ -57,9 +61,8 @@ class WriteThrough:
         rest = [*range(head), *range(max(head, tail), tokens)]
         if rest:
             self._store_tokens(key, value, rest, first_token, first_page, pages)
+        self._filled(pages[: end_whole - first_page].tolist(), self._queue)
         self._stored = self._queue.mark()
-        filled = pages[: end_whole - first_page]
-        self._blocks.update((filled // self._source.pages_per_block).tolist())
 
     def store_rows(
         self,
@@ -67,18 +70,20 @@ class WriteThrough:
         value: Tensor,
         offsets: Tensor,
         places: Tensor,
-        frames: TokenFrames,
+        frames: TokenFrames | None,
         filled_pages: Sequence[int],
     ) -> None:
         """Store one token of each of some requests, in frames of the pool as well, on the queue of the caller.
 
         offsets, places   [rows, kv_heads] int64, [rows] int32   on the device: as `store_tokens` takes them
         key, value        [rows, kv_heads, head_dim]             of the KV dtype, on the device; rows may be strided
+        frames            None: the host store is all that gets them
         filled_pages      of the host store, those that the tokens fill
         """
         store_tokens(self._source.elements, offsets, places, key, value, frames)
-        self._rows_stored = current_queue(key.device).mark()
-        self._blocks.update(page // self._source.pages_per_block for page in filled_pages)
+        queue = current_queue(key.device)
+        self._filled(filled_pages, queue)
+        self._rows_stored = queue.mark()
 
     def take(self) -> Stored:
         """What was stored since the last call."""
@@ -86,6 +91,14 @@ class WriteThrough:
         stored = Stored(marks, sorted(self._blocks))
         self._stored, self._rows_stored, self._blocks = None, None, set()
         return stored
+
+    def _filled(self, pages: Sequence[int], queue: DeviceQueue) -> None:
+        """Pages were filled by what a queue was given."""
+        if self._encode is None:
+            self._blocks.update(page // self._source.pages_per_block for page in pages)
+        elif pages:
+            with queue.launching():
+                self._encode(pages)
 
     def _store_pages(self, key: Tensor, value: Tensor, pages: Tensor) -> None:
         heads, head_dim = key.shape[1:]

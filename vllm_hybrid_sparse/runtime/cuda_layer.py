@@ -6,6 +6,7 @@ those of the microbatches, never for the device as a whole. Prompts are only lau
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,12 +19,13 @@ from vllm_hybrid_sparse.kernels.hgca.native import judging_rows, reevaluate
 from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
 from vllm_hybrid_sparse.memory.queues import Mark, current_queue, host_empty, open_queue, upload
-from vllm_hybrid_sparse.memory.write_through import Stored, WriteThrough
+from vllm_hybrid_sparse.memory.write_through import Encode, Stored, WriteThrough
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch, PromptChunk
 from vllm_hybrid_sparse.runtime.prefill import StreamedPrefill
 from vllm_hybrid_sparse.runtime.prompt_rows import Arriving, PromptRows
 from vllm_hybrid_sparse.runtime.residency import ResidentRows
 from vllm_hybrid_sparse.runtime.step import TieredLayer
+from vllm_hybrid_sparse.runtime.step_rows import RankedRows
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 
 _PARTIAL_RESULTS = 8
@@ -51,7 +53,8 @@ class CudaLayers:
         self._kv_caches = {tier.layer_of(kv_cache): kv_cache for kv_cache in kv_caches}
         self.prompt_rows = PromptRows(_latest_rows(tier.settings))
         self._stores = {
-            layer: WriteThrough(tier.source(kv_cache), self._queue) for layer, kv_cache in self._kv_caches.items()
+            layer: WriteThrough(tier.source(kv_cache), self._queue, _encoder(tier, layer))
+            for layer, kv_cache in self._kv_caches.items()
         }
 
     def forward(
@@ -80,13 +83,18 @@ class CudaLayers:
             self._store(store, key, value, chunk)
         if batch.resident is not None:
             self._attend_resident(query, key, value, layer, batch.resident, output)
+        if batch.ranked is not None:
+            self._attend_ranked(query, key, value, layer, batch.ranked, output)
         for chunk in batch.chunks:
             self._prefill.attend(query, key, value, self._tier.source(kv_cache), chunk, output)
         if batch.chunks:
             self._give_back()
         latest = self._start_latest(query, batch.chunks)
         if stored is None:
-            self.tiered.drop_pages(layer, batch.decode.written_pages)
+            if self._tier.ranking is None:
+                self.tiered.drop_pages(layer, batch.decode.written_pages)
+            elif batch.decode.entering is not None and self._tier.residency is not None:
+                self._tier.residency.enter(layer, batch.decode.entering, current_queue(self._device).mark())
             self.prompt_rows.add(layer, latest)
             return
         self._settle(kv_cache, stored)
@@ -125,6 +133,16 @@ class CudaLayers:
         )
         self._tier.device.attend_frames(query, frames, rows, output, self._attention.scale)
 
+    def _attend_ranked(
+        self, query: Tensor, key: Tensor, value: Tensor, layer: int, rows: RankedRows, output: Tensor
+    ) -> None:
+        """Launch what rows need whose pages the device chooses, likewise."""
+        assert self._tier.ranking is not None
+        self._stores[layer].store_rows(
+            rows.of(key), rows.of(value), rows.host_offsets, rows.host_places, None, rows.filled_pages
+        )
+        self._tier.ranking.attend(layer, query, rows, output, self._attention.scale)
+
     def look_back(
         self,
         layer: int,
@@ -157,6 +175,12 @@ class CudaLayers:
         for layer, kv_cache in self._kv_caches.items():
             self._settle(kv_cache, self._stores[layer].take())
             kv_cache[targets] = kv_cache[sources]
+            self.encode_blocks(kv_cache, targets)
+
+    def encode_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
+        """Where the device ranks pages, make its summaries of a layer's blocks that were written by others."""
+        if self._tier.ranking is not None:
+            self._tier.ranking.encode_blocks(self._tier.layer_of(kv_cache), blocks)
 
     def _start_copy(self, parts: Sequence[Tensor], tokens: Sequence[int]) -> tuple[list[Tensor], Mark]:
         """Copy rows of device tensors to pinned memory; they are there behind the mark."""
@@ -197,6 +221,12 @@ class CudaLayers:
         stored.wait()
         if stored.blocks and self._attention.summary != "none":
             self._attention.summarize(kv_cache, torch.tensor(stored.blocks, dtype=torch.int32))
+
+
+def _encoder(tier: DeviceTier, layer: int) -> Encode | None:
+    """What summarises a layer's pages on the device, where it ranks them."""
+    ranking = tier.ranking
+    return partial(ranking.encode, layer) if ranking is not None else None
 
 
 def _latest_rows(settings: HybridSparseConfig) -> Callable[[int], int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.runtime.residency import Divide, ResidentRows
+from vllm_hybrid_sparse.runtime.step_rows import RankedRows
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
@@ -51,10 +52,11 @@ class PromptChunk:
 class DeviceBatch:
     """One step's batch, divided once for all layers."""
 
-    decode: TieredBatch  # decode rows alone, but for those that are resident: token i of it is row i
+    decode: TieredBatch  # decode rows alone, but for those that the device computes alone: token i of it is row i
     decode_tokens: tuple[int, ...]  # of the step's batch, those that the rows are
     chunks: tuple[PromptChunk, ...]
     resident: ResidentRows | None = None  # decode rows that the device reads by itself
+    ranked: RankedRows | None = None  # decode rows whose pages the device chooses by itself
 
     @classmethod
     def from_tensors(
@@ -94,10 +96,10 @@ class DeviceBatch:
                 chunks.append(PromptChunk(starts[request], tokens, seq_len - tokens, table, of_block, slot))
         written = [page for chunk in chunks for page in chunk.written_pages.tolist()]
         tokens = [starts[request] for request in decodes]
-        resident = entering = None
+        resident = entering = ranked = None
         if divide is not None and (divided := divide(tokens, tables, [lengths[row] for row in decodes], written)):
-            resident, entering = divided.rows, divided.entering
-            stays = [not row for row in divided.resident.tolist()]
+            resident, entering, ranked = divided.rows, divided.entering, divided.ranked
+            stays = [ranked is None and not row for row in divided.resident.tolist()]
             decodes, tables, tokens = (list(compress(of_rows, stays)) for of_rows in (decodes, tables, tokens))
         decode = _decode_batch(
             tables,
@@ -106,7 +108,7 @@ class DeviceBatch:
             None if slots is None else slots[decodes],
             written,
         )
-        return cls(replace(decode, entering=entering), tuple(tokens), tuple(chunks), resident)
+        return cls(replace(decode, entering=entering), tuple(tokens), tuple(chunks), resident, ranked)
 
 
 def _decode_batch(

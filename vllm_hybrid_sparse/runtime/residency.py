@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from vllm_hybrid_sparse.memory.block_frames import BlockFrames, FrameShape
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.queues import Mark, upload
 from vllm_hybrid_sparse.memory.transfers import FrameFill, Loader
+from vllm_hybrid_sparse.runtime.step_rows import RankedRows, StepRows
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -31,30 +33,14 @@ gone: then their slots serve the rows of two tiers. Reckoned, not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResidentRows:
-    """The resident rows of one step, the same for all layers. Tensors lie on the device."""
+class ResidentRows(StepRows):
+    """The resident rows of one step."""
 
-    tokens: tuple[int, ...]  # of the step's batch, those that the rows are
-    seq_lens: tuple[int, ...]  # of their requests, the new token included
     longest: int  # of seq_lens
-    filled_pages: tuple[int, ...]  # of the host store, those that the new tokens fill
-    index: Tensor  # [rows] int64: `tokens`
     frames: Tensor  # [rows, blocks] int32
-    lengths: Tensor  # [rows] int32: `seq_lens`
     new_frames: Tensor  # [rows] int32: where each new token is stored …
     new_places: Tensor  # [rows] int32: … and its place in the block
-    host_offsets: Tensor  # [rows, kv_heads] int64: of the pages of the new tokens in a layer's host store …
-    host_places: Tensor  # [rows] int32: … and the tokens' places in these pages
     ready: Mark | None  # behind what filled the frames, which the queue that reads them follows; None: they are filled
-
-    @property
-    def together(self) -> bool:
-        """Whether they follow one another in the batch."""
-        return self.tokens[-1] + 1 - self.tokens[0] == len(self.tokens)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor of the step's tokens; where they are `together`, in place."""
-        return tensor[self.tokens[0] : self.tokens[-1] + 1] if self.together else tensor[self.index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +48,7 @@ class Entering:
     """Blocks that enter frames behind a step's attention.
 
     What was read there before is read by then: in every layer the host has waited for the queries of the rows whose
-    blocks these are, and they come behind all that was launched in the steps before.
+    blocks these are, and they come behind all that was launched in the steps before; or the copies follow a mark.
     """
 
     blocks: NDArray[np.int64]
@@ -76,10 +62,21 @@ class StepResidency:
     resident: NDArray[np.bool_]  # [rows]
     rows: ResidentRows | None  # None: none is
     entering: Entering | None  # None: no blocks do
+    ranked: RankedRows | None = None  # all others, where the device chooses their pages by itself
 
 
 Divide = Callable[[Sequence[int], Sequence[Tensor], Sequence[int], Sequence[int]], StepResidency | None]
 """`DeviceTier.divide`."""
+
+
+class SlotRuns(Protocol):
+    """Who has the pool's slots: a `Loader`, or the device's own directory."""
+
+    def set_aside(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
+        """Take runs of slots out of use for frames; which of them were taken."""
+
+    def give_back(self, firsts: NDArray[np.int32], length: int) -> None:
+        """Have such runs in use again."""
 
 
 class Residency:
@@ -89,16 +86,25 @@ class Residency:
     stays, for a request with the same prefix, until the frames are needed.
     """
 
-    def __init__(self, loader: Loader, shape: FrameShape, sources: Sequence[HostPages], most_frames: int) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        shape: FrameShape,
+        sources: Sequence[HostPages],
+        most_frames: int,
+        slots: SlotRuns | None = None,
+    ) -> None:
         """No block has a frame.
 
         sources       every layer's host store, all laid out alike
         most_frames   1 or more: no more frames are made at a time
+        slots         who gives slots for frames; None: the loader's pool
         """
         self.shape = shape
         self.failures: list[Exception] = []  # of loads, until they are reported
         self.entered_blocks = 0  # since the start
         self._loader, self._sources, self._most_frames = loader, sources, most_frames
+        self._slots: SlotRuns = loader if slots is None else slots
         self._device = loader.pool.key.device
         pool = loader.pool
         self._frames = [(shape.view(pool.key, layer), shape.view(pool.value, layer)) for layer in range(shape.layers)]
@@ -150,9 +156,12 @@ class Residency:
         rows = self._rows(np.flatnonzero(resident).tolist(), tokens, blocks, seq_lens) if resident.any() else None
         return StepResidency(resident, rows, self._entering)
 
-    def enter(self, layer: int, entering: Entering) -> None:
-        """Have a step's blocks enter their frames in one layer, whose host store holds the step's tokens by now."""
-        fill = FrameFill(self._sources[layer], self.shape, layer, entering.blocks, entering.frames)
+    def enter(self, layer: int, entering: Entering, after: Mark | None = None) -> None:
+        """Have a step's blocks enter their frames in one layer, whose host store holds the step's tokens by now.
+
+        after   behind what stores them and what still reads the frames; None: nothing does
+        """
+        fill = FrameFill(self._sources[layer], self.shape, layer, entering.blocks, entering.frames, after)
         self._fills[layer] = self._loader.fill_frames(fill)
 
     def _resident(self, blocks: Sequence[NDArray[np.int64]], seq_lens: Sequence[int]) -> NDArray[np.bool_]:
@@ -208,7 +217,7 @@ class Residency:
         """Have further frames, but for those in which a page is read at the moment."""
         numbers = [self._unused.pop() for _ in range(count)]
         firsts = np.array(numbers, dtype=np.int32) * np.int32(self.shape.slots)
-        taken = self._loader.set_aside(firsts, self.shape.slots).result().tolist()
+        taken = self._slots.set_aside(firsts, self.shape.slots).tolist()
         self._blocks.add([number for number, had in zip(numbers, taken, strict=True) if had])
         self._unused += [number for number, had in zip(numbers, taken, strict=True) if not had]
 
@@ -217,7 +226,7 @@ class Residency:
         numbers = self._blocks.give_up(self._step - IDLE_STEPS)
         if numbers:
             firsts = np.array(numbers, dtype=np.int32) * np.int32(self.shape.slots)
-            self._loader.give_back(firsts, self.shape.slots).result()
+            self._slots.give_back(firsts, self.shape.slots)
             self._unused += numbers
 
     def _settle(self) -> None:
@@ -248,27 +257,20 @@ class Residency:
         frames = np.zeros((len(chosen), max(len(blocks[row]) for row in chosen)), dtype=np.int32)
         for place, row in enumerate(chosen):
             frames[place, : len(blocks[row])] = self._blocks.frames_of(blocks[row])
-        lengths = np.array([seq_lens[row] for row in chosen], dtype=np.int32)
-        places = (lengths - 1) % self.block_tokens
-        pages = np.array([blocks[row][-1] for row in chosen]) * self.shape.pages_per_block + places // PAGE_TOKENS
-        offsets = self._sources[0].offsets(torch.arange(self.shape.kv_heads), torch.from_numpy(pages)[:, None])
-        new_frames = self._blocks.frames_of(np.array([blocks[row][-1] for row in chosen]))
-        index = np.array([tokens[row] for row in chosen], dtype=np.int64)
-        on_device = [
-            upload(torch.from_numpy(values), self._device)
-            for values in (index, frames, lengths, new_frames, places, places % PAGE_TOKENS)
-        ]
-        return ResidentRows(
-            tokens=tuple(index.tolist()),
-            seq_lens=tuple(lengths.tolist()),
-            longest=int(lengths.max()),
-            filled_pages=tuple(pages[lengths % PAGE_TOKENS == 0].tolist()),
-            index=on_device[0],
-            frames=on_device[1],
-            lengths=on_device[2],
-            new_frames=on_device[3],
-            new_places=on_device[4],
-            host_places=on_device[5],
-            host_offsets=upload(offsets, self._device),
+        lengths = [seq_lens[row] for row in chosen]
+        places = np.array([(length - 1) % self.block_tokens for length in lengths], dtype=np.int32)
+        last_blocks = np.array([blocks[row][-1] for row in chosen])
+        new_frames = self._blocks.frames_of(last_blocks)
+        on_device = [upload(torch.from_numpy(values), self._device) for values in (frames, new_frames, places)]
+        return ResidentRows.place(
+            [tokens[row] for row in chosen],
+            last_blocks.tolist(),
+            lengths,
+            self._sources[0],
+            self._device,
+            longest=max(lengths),
+            frames=on_device[0],
+            new_frames=on_device[1],
+            new_places=on_device[2],
             ready=self._ready,
         )

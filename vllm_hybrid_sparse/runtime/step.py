@@ -68,6 +68,8 @@ class TieredLayer:
             self._write_through(key, value, layer, batch)
         if batch.resident is not None:
             self._attend_resident(query, key, value, layer, batch.resident, output)
+        if batch.ranked is not None and self._tier.ranking is not None:
+            self._tier.ranking.attend(layer, query, batch.ranked, output, self._attention.scale)
         if batch.rows:
             self._decode(query, kv_cache, batch, hgca, fluxion, device_output or (output, batch.rows))
         if batch.entering is not None and self._tier.residency is not None:
@@ -101,7 +103,15 @@ class TieredLayer:
         self._tier.device.attend_frames(query, frames, rows, output, self._attention.scale)
 
     def _write_through(self, key: Tensor, value: Tensor, layer: int, batch: TieredBatch) -> None:
-        """Keep the pool true: pages that prefill has written are dropped, a decode row's token is written there too."""
+        """Keep the pool true: pages that prefill has written are dropped, a decode row's token is written there too.
+
+        Where the device ranks, it is told of written pages once a step, and needs codes of those that may be full.
+        """
+        if self._tier.ranking is not None:
+            rows = [of_kind for of_kind in (batch.resident, batch.ranked) if of_kind is not None]
+            filled = [page for of_kind in rows for page in of_kind.filled_pages]
+            self._tier.ranking.encode(layer, [*batch.written_pages, *filled])
+            return
         self.drop_pages(layer, batch.written_pages)
         stored = [(row, slot) for row, slot in zip(batch.rows, batch.new_slots, strict=True) if slot >= 0]
         if stored:

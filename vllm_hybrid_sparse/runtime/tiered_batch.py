@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.readings import ReadingWave
 from vllm_hybrid_sparse.runtime.residency import Divide, Entering, ResidentRows
+from vllm_hybrid_sparse.runtime.step_rows import RankedRows
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
@@ -18,13 +20,14 @@ class TieredBatch:
     """One step's batch, divided once for all layers."""
 
     native: NativeBatch  # of all; decode rows have a length of 0 there, so that they are appended and not attended
-    rows: tuple[int, ...]  # decode rows, but for those that are resident: their query tokens in the batch
+    rows: tuple[int, ...]  # decode rows, but for those that the device computes alone: their query tokens in the batch
     seq_lens: tuple[int, ...]  # of the decode rows' requests, the new token included
     block_tables: Tensor  # [rows, blocks] int32
     stored: NativeBatch  # of the decode rows, once their tokens are stored
     new_slots: tuple[int, ...]  # where each row's token is stored: block * block_tokens + offset; negative: nowhere
     written_pages: tuple[int, ...]  # pages of the host store that the other rows' tokens are stored in
     resident: ResidentRows | None = None  # decode rows that the device reads by itself
+    ranked: RankedRows | None = None  # decode rows whose pages the device chooses by itself
     entering: Entering | None = None  # blocks that the device is to hold from the next step on
     slots: tuple[int, ...] = ()  # where a layer keeps the state of each row's request, if it does
     # By what is read, the waves of parts that all layers read alike: the first one puts them here (`decode_rows.py`).
@@ -63,7 +66,8 @@ class TieredBatch:
         if divide is not None:
             divided = divide(tokens.tolist(), block_table[requests].unbind(), seq_lens[requests].tolist(), written)
         if divided is not None:
-            requests = requests[torch.from_numpy(~divided.resident)]
+            stays = np.zeros_like(divided.resident) if divided.ranked is not None else ~divided.resident
+            requests = requests[torch.from_numpy(stays)]
             tokens = query_start_loc[:-1][requests].long()
         rows, row_tables = len(requests), block_table[requests]
         return cls(
@@ -82,6 +86,7 @@ class TieredBatch:
             new_slots=tuple(slot_mapping[tokens].tolist()),
             written_pages=written,
             resident=None if divided is None else divided.rows,
+            ranked=None if divided is None else divided.ranked,
             entering=None if divided is None else divided.entering,
             slots=() if slots is None else tuple(slots[requests].tolist()),
         )

@@ -4,10 +4,12 @@ import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
@@ -21,15 +23,22 @@ from vllm_hybrid_sparse.memory.page_keys import block_page_numbers
 from vllm_hybrid_sparse.memory.queues import open_queue
 from vllm_hybrid_sparse.memory.transfers import Loader
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
+from vllm_hybrid_sparse.runtime import plain_ranking
 from vllm_hybrid_sparse.runtime.device import Device
 from vllm_hybrid_sparse.runtime.device_side import DeviceSide
 from vllm_hybrid_sparse.runtime.emulated import EmulatedDevice
+from vllm_hybrid_sparse.runtime.ranking import DeviceRanking, PageCodes
+from vllm_hybrid_sparse.runtime.ranking_kernels import RankingKernels
 from vllm_hybrid_sparse.runtime.residency import Residency, StepResidency
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 logger = logging.getLogger(__name__)
 
 THREAD_NAME = "hybrid-sparse-launcher"
+
+_MOST_DIRECTORY_SHARE = 0.5
+"""Of the device memory that profiling leaves, what codes and places of all pages may take. Reckoned: with key codes of
+two bits, 7.8 % of the KV bytes, the host store is then at most six times the pool."""
 
 
 class DeviceTier:
@@ -62,6 +71,16 @@ class DeviceTier:
         )
         # More slots than pages hold nothing; where every block has a frame, the rest serves single pages.
         useful_pages = math.ceil(stored_pages / (settings.device_resident_share or 1.0))
+        self._layout = BlockLayout(
+            dtype=DTYPE_NAMES[attention.dtype],
+            head_dim=attention.head_dim,
+            block_tokens=attention.layout.pages_per_block * PAGE_TOKENS,
+            summary=attention.summary,
+            code_bits=settings.page_code_bits,
+        )
+        self._ranks = self._may_rank(device, stored_pages, device_bytes)
+        if self._ranks:
+            device_bytes -= self._directory_bytes(stored_pages)
         shape = PoolShape(
             capacity_pages=settings.device_pool_pages or min(device_bytes // attention.layout.page_bytes, useful_pages),
             layers=len(self._layer_of),
@@ -81,24 +100,43 @@ class DeviceTier:
         self.loader = Loader(self.pool)
         self.side = DeviceSide(self.loader, self.device)
         self.launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
-        self._layout = BlockLayout(
-            dtype=DTYPE_NAMES[attention.dtype],
-            head_dim=attention.head_dim,
-            block_tokens=attention.layout.pages_per_block * PAGE_TOKENS,
-            summary=attention.summary,
-            code_bits=settings.page_code_bits,
-        )
         self.kv_heads = attention.num_kv_heads
         self._page_bytes = attention.layout.page_bytes
         self._sources: dict[int, HostPages] = {}
-        self.residency = self._residency(kv_caches, least)
+        by_layer = {self.layer_of(kv_cache): self.source(kv_cache) for kv_cache in kv_caches}
+        sources = [by_layer[layer] for layer in range(shape.layers)]
+        self.ranking = open_ranking(settings, self.pool, sources, attention.head_dim) if self._ranks else None
+        self.residency = self._residency(sources, least)
         self._stats = TierStats()
         self._decode_stats = DecodeStats()
         self._evictions = 0
         self._entered_blocks = 0
         self.failures = 0  # loads that failed since the start
 
-    def _residency(self, kv_caches: Sequence[Tensor], least: int) -> Residency | None:
+    def _may_rank(self, device: torch.device | None, stored_pages: int, device_bytes: int) -> bool:
+        """Whether the device is to choose pages by itself, and has the memory that this takes."""
+        if self.settings.device_ranking != "device":
+            return False
+        if device is None:  # in host memory, of which there is enough
+            return True
+        needed = self._directory_bytes(stored_pages)
+        if self.settings.device_pool_pages is None and needed > _MOST_DIRECTORY_SHARE * device_bytes:
+            logger.warning(
+                "hybrid_sparse.device_ranking='device': codes and places of all pages of the host store take %.1f GiB "
+                "of the device, more than %d %% of the %.1f GiB that there are; the host ranks pages",
+                needed / 2**30,
+                100 * _MOST_DIRECTORY_SHARE,
+                device_bytes / 2**30,
+            )
+            return False
+        return True
+
+    def _directory_bytes(self, stored_pages: int) -> int:
+        """Device memory that the ranking takes beside the slots: codes and an entry of the directory for each page."""
+        code_bytes = self._layout.summary_bytes if self.settings.selection.ranked else 0
+        return stored_pages * (code_bytes + torch.int32.itemsize)
+
+    def _residency(self, sources: Sequence[HostPages], least: int) -> Residency | None:
         """What keeps whole blocks on the device; None where the settings have none, or there is no room for one."""
         share = self.settings.device_resident_share
         if not share:
@@ -117,8 +155,8 @@ class DeviceTier:
                 capacity,
             )
             return None
-        sources = {self.layer_of(kv_cache): self.source(kv_cache) for kv_cache in kv_caches}
-        return Residency(self.loader, shape, [sources[layer] for layer in range(shape.layers)], frames)
+        slots = None if self.ranking is None else self.ranking.directory
+        return Residency(self.loader, shape, sources, frames, slots)
 
     @property
     def groups_at_once(self) -> int:
@@ -144,9 +182,12 @@ class DeviceTier:
         of_block = self._layout.pages_per_block
         if not blocks:
             return
-        layers = range(len(self._layer_of))
-        pages = [block_page_numbers(layer, self.kv_heads, blocks, of_block) for layer in layers]
-        self.loader.forget(np.stack(pages)).result()
+        if self.ranking is not None:
+            self.ranking.forget_blocks(blocks)
+        else:
+            layers = range(len(self._layer_of))
+            pages = [block_page_numbers(layer, self.kv_heads, blocks, of_block) for layer in layers]
+            self.loader.forget(np.stack(pages)).result()
         if self.residency is not None:
             self.residency.forget(blocks)
 
@@ -158,15 +199,44 @@ class DeviceTier:
         The arguments are those of `Residency.divide`; written_pages are of the host store, those that something else
         than decode rows writes in this step.
         """
-        if self.residency is None:
-            return None
-        self.residency.forget(sorted({page // self._layout.pages_per_block for page in written_pages}))
-        divided = self.residency.divide(tokens, [table.numpy() for table in tables], seq_lens)
-        for error in self.residency.failures:
-            self.report_failure(error)
-        self.residency.failures.clear()
-        of_rows = [] if divided.rows is None else divided.rows.seq_lens
+        divided = self._divide(tokens, [table.numpy() for table in tables], seq_lens, written_pages)
+        if divided is not None:
+            self._count_divided(divided)
+        return divided
+
+    def _divide(
+        self,
+        tokens: Sequence[int],
+        tables: Sequence[NDArray[np.int32]],
+        seq_lens: Sequence[int],
+        written_pages: Sequence[int],
+    ) -> StepResidency | None:
+        if self.ranking is not None:
+            self.ranking.begin_step(tables, seq_lens, written_pages)
+        divided = None
+        if self.residency is not None:
+            self.residency.forget(sorted({page // self._layout.pages_per_block for page in written_pages}))
+            divided = self.residency.divide(tokens, tables, seq_lens)
+            for error in self.residency.failures:
+                self.report_failure(error)
+            self.residency.failures.clear()
+        if self.ranking is None:
+            return divided
+        if divided is None:
+            divided = StepResidency(np.zeros(len(tokens), dtype=np.bool_), None, None)
+        rest = np.flatnonzero(~divided.resident).tolist()
+        block_tokens = self._layout.pages_per_block * PAGE_TOKENS
+        ranked = self.ranking.rows(
+            [tokens[row] for row in rest],
+            [tables[row][: -(-seq_lens[row] // block_tokens)] for row in rest],
+            [seq_lens[row] for row in rest],
+        )
+        return replace(divided, ranked=ranked)
+
+    def _count_divided(self, divided: StepResidency) -> None:
+        """Count rows that the device computes by itself; of ranked ones, what they read is known later."""
         every = self.kv_heads * len(self._layer_of)  # all layers read alike
+        of_rows = [] if divided.rows is None else divided.rows.seq_lens
         groups, pages = len(of_rows) * every, sum(-(-seq_len // PAGE_TOKENS) for seq_len in of_rows) * every
         read_bytes = pages * self._page_bytes
         self.count(
@@ -184,7 +254,53 @@ class DeviceTier:
                 read_bytes=read_bytes,
             ),
         )
-        return divided
+        if divided.ranked is not None:
+            self._count_ranked(divided.ranked.seq_lens, every)
+
+    def _count_ranked(self, seq_lens: Sequence[int], every: int) -> None:
+        groups = len(seq_lens) * every
+        pages = sum(-(-seq_len // PAGE_TOKENS) for seq_len in seq_lens) * every
+        summaries = 0
+        if self.settings.selection.ranked:
+            ranges = [self.settings.retained.candidate_range(seq_len) for seq_len in seq_lens]
+            summaries = sum(end - first for first, end in ranges) * every * self._layout.summary_bytes
+        self.count(
+            TierStats(groups=groups, ranked_groups=groups),
+            DecodeStats(
+                selections=groups,
+                pages_total=pages,
+                total_bytes=pages * self._page_bytes,
+                read_bytes=summaries,
+                summary_bytes=summaries,
+            ),
+        )
+
+    def _count_reading(self) -> None:
+        """Count what ranked rows have read, as far as it is known by now."""
+        if self.ranking is None:
+            return
+        numbers = self.ranking.take_numbers()
+        pages, hits, looked = int(numbers["pages"]), int(numbers["hits"]), int(numbers["looked"])
+        stops, kept, looks = int(numbers["stops"]), numbers["kept"], int(numbers["looks"])
+        self.count(
+            TierStats(
+                pages_wanted=pages,
+                pages_hit=hits,
+                pages_fetched=pages - hits,
+                microbatches=looks,
+                early_stops=stops,
+                looked_groups=looked,
+                kept_mass=kept,
+            ),
+            DecodeStats(
+                pages_read=pages,
+                read_bytes=pages * self._page_bytes,
+                early_stops=stops,
+                judged=looked,
+                kept_mass=kept,
+                microbatches=looks,
+            ),
+        )
 
     def count(self, tiers: TierStats, decode: DecodeStats) -> None:
         """Add what a layer's step did."""
@@ -199,6 +315,7 @@ class DeviceTier:
 
     def take_stats(self) -> TierStats:
         """What device and host did since the last call."""
+        self._count_reading()
         evicted = self.pool.evictions - self._evictions
         self._evictions += evicted
         entered = 0 if self.residency is None else self.residency.entered_blocks - self._entered_blocks
@@ -208,6 +325,7 @@ class DeviceTier:
 
     def take_decode_stats(self) -> DecodeStats:
         """How much of the cache was read since the last call."""
+        self._count_reading()
         stats, self._decode_stats = self._decode_stats, DecodeStats()
         return stats
 
@@ -234,6 +352,25 @@ def open_device(shape: PoolShape, device: torch.device | None) -> tuple[DevicePo
 
     on_cuda = CudaPool(shape, open_queue(device))
     return on_cuda, CudaDevice(on_cuda)
+
+
+def open_ranking(
+    settings: HybridSparseConfig, pool: DevicePool, sources: Sequence[HostPages], head_dim: int
+) -> DeviceRanking:
+    """What chooses the pages of decode rows on the device that the pool's slots lie on."""
+    kernels: RankingKernels = plain_ranking
+    if settings.device == "cuda":
+        from vllm_hybrid_sparse.runtime import gpu_ranking  # noqa: PLC0415  (Triton, which only this device needs)
+
+        kernels = gpu_ranking
+    codes = None
+    if settings.selection.ranked:
+        summary_bytes = sources[0].summary_bytes
+        shape = (len(sources), sources[0].num_kv_heads, sources[0].num_pages, summary_bytes)
+        codes = PageCodes(
+            torch.zeros(shape, dtype=torch.uint8, device=pool.key.device), head_dim, settings.page_code_bits
+        )
+    return DeviceRanking(pool, sources, settings.selection, settings.retained, codes, kernels)
 
 
 def group_pages(settings: HybridSparseConfig) -> int:

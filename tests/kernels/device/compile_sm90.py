@@ -20,14 +20,22 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from vllm_hybrid_sparse.kernels.code_scores.gpu import score_codes
 from vllm_hybrid_sparse.kernels.copy.gpu import TokenFrames, load_pages, store_pages, store_tokens
 from vllm_hybrid_sparse.kernels.frame_attention.gpu import attend_frames
-from vllm_hybrid_sparse.kernels.merge.gpu import merge_states
+from vllm_hybrid_sparse.kernels.key_codes.gpu import encode_pages, rotate_queries
+from vllm_hybrid_sparse.kernels.listed_attention.gpu import attend_listed
+from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore, Tally
+from vllm_hybrid_sparse.kernels.merge.gpu import merge_states, merge_with_unread
+from vllm_hybrid_sparse.kernels.page_directory.gpu import forget, give_back, look_up, set_aside, turn_over
+from vllm_hybrid_sparse.kernels.page_directory.state import Listed, PageDirectory
+from vllm_hybrid_sparse.kernels.reading.gpu import OrderedPages, PageTables, plan_reading, read_on
 from vllm_hybrid_sparse.kernels.score.gpu import group_scores, score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.gpu import attend_slots
 from vllm_hybrid_sparse.kernels.summarize.gpu import summarize_slots
 from vllm_hybrid_sparse.kernels.verify.gpu import verify
 from vllm_hybrid_sparse.kernels.verify.progress import Progress
+from vllm_hybrid_sparse.values import CODE_BITS, summary_bytes
 
 TARGET = GPUTarget("cuda", 90, 32)
 CASES = ((torch.bfloat16, 128, 4), (torch.bfloat16, 80, 3), (torch.float16, 64, 1), (torch.float32, 256, 8))
@@ -90,13 +98,54 @@ def launch_everything(dtype: torch.dtype, head_dim: int, group: int) -> None:
     group_scores(page_lse, kv_heads)
     group_scores(page_lse, kv_heads, lse)
 
+    queries = rotate_queries(query)
+    for code_bits in CODE_BITS:
+        size = summary_bytes("key_codes", head_dim, dtype.itemsize, code_bits)
+        codes = torch.zeros(kv_heads, 32, size, dtype=torch.uint8)
+        encode_pages(host, offsets, offsets, codes[0], head_dim=head_dim, code_bits=code_bits)
+        for per_block in (1, 8):
+            numbers = {"first_page": 4, "most": 20, "pages_per_block": per_block, "code_bits": code_bits}
+            score_codes(queries, codes, blocks, seq_lens, scale=0.1, **numbers)
+
     counts = torch.full((rows, kv_heads), 8, dtype=torch.int32)
+    directory = PageDirectory.empty(3 * kv_heads * 64, 64, 16, torch.device("cpu"))
+    places = {"pages_per_block": 8, "store_pages": 64, "first_entry": 64 * kv_heads, "kv_heads": kv_heads}
+    for order in (None, torch.zeros(rows, kv_heads, pages, dtype=torch.int64)):
+        for admit in (True, False):
+            listed = {"first_page": 4, "most": pages, "step": 2, "admit": admit}
+            look_up(directory, blocks, seq_lens, seq_lens, counts, order, **listed, **places)
+    turn_over(directory, step=2, hand=0, window=32)
+    forget(directory, offsets, store_pages=64, heads=3 * kv_heads)
+    set_aside(directory, slots, 4)
+    give_back(directory, slots, 4)
     progress = Progress.begin(counts, counts, q_heads)
     verify(lse, page_lse, progress, threshold=0.9)
     verify(lse, page_lse, progress, threshold=0.9, log_left=lse)
     verify(lse, page_lse[:, :, :0].contiguous(), progress, threshold=0.9)
     merge_states(out, lse, out, lse)
     merge_states(query, lse, query, lse)
+
+
+def launch_reading(dtype: torch.dtype, head_dim: int, group: int) -> None:
+    """Call the wrappers of a reading whose pages are listed."""
+    rows, kv_heads, most = 2, 2, 12
+    q_heads = kv_heads * group
+    k_pool, v_pool = torch.zeros(2, 64, 16, head_dim, dtype=dtype)
+    query = torch.zeros(rows, q_heads, head_dim, dtype=dtype)
+    host = HostStore(torch.zeros(2**16, dtype=dtype), 2**14, 2**12, 32 * head_dim, 2)
+    listed = Listed(*torch.zeros(3, rows, kv_heads, most, dtype=torch.int32).unbind())
+    counts, numbers = torch.ones(rows, kv_heads, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+    tally, order = Tally(query.device), torch.zeros(rows, kv_heads, most, dtype=torch.int64)
+    read = attend_listed(query, k_pool, v_pool, host, listed, counts, tally, scale=0.1)
+    pages = OrderedPages(order, torch.zeros(rows, q_heads, most), numbers, numbers)
+    plan_reading(pages, read[1], threshold=1.0, microbatch_pages=8)
+    rule: dict[str, Any] = {"threshold": 0.95, "microbatch_pages": 16}
+    plan = plan_reading(pages, read[1], **rule)
+    tables = PageTables(torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(256, dtype=torch.int32), 4, 64, 32)
+    read_on(query, k_pool, v_pool, host, pages, tables, read[1], read, plan, tally, scale=0.1, **rule)
+    for output in (query, read[0]):
+        merge_with_unread(read, read, plan.log_unread, 0.5, output)
+        merge_with_unread(read, read, None, 0.5, output)
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -135,6 +184,7 @@ def compile_everything() -> list[dict[str, object]]:
         for dtype, head_dim, group in CASES:
             case = f"{str(dtype).removeprefix('torch.')}, head_dim {head_dim}, group {group}"
             launch_everything(dtype, head_dim, group)
+            launch_reading(dtype, head_dim, group)
     finally:
         JITFunction.run = run
     return rows

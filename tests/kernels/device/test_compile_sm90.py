@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,14 +13,27 @@ import pytest
 KERNELS = {
     "_attend_frames_kernel",
     "_attend_kernel",
+    "_attend_listed_kernel",
+    "_clear_runs_kernel",
+    "_encode_kernel",
+    "_forget_kernel",
     "_group_kernel",
+    "_look_up_kernel",
     "_merge_kernel",
     "_merge_splits_kernel",
+    "_merge_with_unread_kernel",
     "_move_pages_kernel",
+    "_plan_kernel",
+    "_publish_kernel",
+    "_read_on_kernel",
+    "_refill_kernel",
+    "_rotate_kernel",
+    "_score_codes_kernel",
     "_score_kernel",
     "_store_tokens_kernel",
     "_summarize_kernel",
     "_verify_kernel",
+    "_withdraw_kernel",
 }
 SHARED_BYTES_OF_SM90 = 227 * 1024  # that one program may have
 
@@ -32,14 +46,12 @@ def compiler_of_triton() -> Path:
 
 
 def kernels_of_the_package() -> set[str]:
-    """Every kernel that a file of the package defines."""
+    """Every kernel that a file of the package defines; what kernels call is named otherwise."""
     package = Path(__file__).parents[3] / "vllm_hybrid_sparse"
     names = set()
     for path in package.glob("kernels/*/gpu.py"):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        names |= {
-            lines[i + 1].split("(")[0].removeprefix("def ") for i, line in enumerate(lines) if line == "@triton.jit"
-        }
+        text = path.read_text(encoding="utf-8")
+        names |= set(re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", text, re.MULTILINE))
     return names
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.merge import choice, reference
-from vllm_hybrid_sparse.kernels.merge.gpu import merge_states
+from vllm_hybrid_sparse.kernels.merge.gpu import merge_splits, merge_states, merge_with_unread
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -36,6 +36,52 @@ def test_merging_is_the_reference_s(
     assert out.dtype == dtype
     assert_close(out.cpu(), expected[0])
     assert_close(lse.cpu(), expected[1])
+
+
+@pytest.mark.parametrize("splits", [1, 16, 17, 40])
+def test_splits_are_merged_one_after_another(splits: int, device: torch.device) -> None:
+    outs, lses = torch.randn(2, 3, splits, 80), 10 * torch.randn(2, 3, splits)
+    lses.view(-1)[::3] = -torch.inf
+    lses[0, 0] = -torch.inf
+    outs[lses == -torch.inf] = torch.nan
+    output, output_lse = torch.full((2, 3, 80), torch.nan, device=device), torch.full((2, 3), torch.nan, device=device)
+    merge_splits(outs.to(device), lses.to(device), output, output_lse)
+    merged = torch.zeros(2, 3, 80).double(), torch.full((2, 3), -torch.inf).double()
+    for split in range(splits):
+        merged = reference.merge_states(*merged, outs[:, :, split].double(), lses[:, :, split].double())
+    assert_close(output.cpu(), merged[0])
+    assert_close(output_lse.cpu(), merged[1])
+    alone = torch.full((2, 3, 80), torch.nan, dtype=torch.bfloat16, device=device)
+    merge_splits(outs.to(device), lses.to(device), alone)
+    assert_close(alone.cpu(), merged[0])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_what_was_read_stands_for_the_unread(share: float, device: torch.device) -> None:
+    retained_out, read_out = torch.randn(2, 3, 8, 64)
+    retained_lse, read_lse, log_unread = 5 * torch.randn(3, 3, 8)
+    log_unread[0] = -torch.inf
+    expected = reference.merge_with_unread(
+        *(part.double() for part in (retained_out, retained_lse, read_out, read_lse, log_unread)), share
+    )
+    retained, read = (
+        (out.to(device), lse.to(device)) for out, lse in ((retained_out, retained_lse), (read_out, read_lse))
+    )
+    output = torch.full((3, 8, 64), torch.nan, device=device)
+    merge_with_unread(retained, read, log_unread.to(device), share, output)
+    assert_close(output.cpu(), expected)
+    merge_with_unread(retained, read, None, share, output)
+    assert_close(output.cpu(), reference.merge_states(retained_out, retained_lse, read_out, read_lse)[0])
+
+
+def test_where_no_candidate_was_read_the_unread_count_for_nothing(device: torch.device) -> None:
+    retained = torch.randn(1, 4, 16, device=device), torch.randn(1, 4, device=device)
+    nothing = torch.full((1, 4, 16), torch.nan, device=device), torch.full((1, 4), -torch.inf, device=device)
+    output = torch.full((1, 4, 16), torch.nan, device=device)
+    merge_with_unread(retained, nothing, torch.full((1, 4), 9.0, device=device), 0.5, output)
+    assert_close(output.cpu(), retained[0].cpu())
+    merge_with_unread(nothing, nothing, None, 0.5, output)
+    assert torch.equal(output.cpu(), torch.zeros(1, 4, 16))
 
 
 def test_two_empty_states_give_zeros_and_minus_infinity(device: torch.device) -> None:

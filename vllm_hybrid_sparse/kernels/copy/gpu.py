@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.arguments import KV_DTYPES, check_head_dim, check_pools, check_tensor
+from vllm_hybrid_sparse.kernels.arguments import KV_DTYPES, check_head_dim, check_host, check_pools, check_tensor
 from vllm_hybrid_sparse.kernels.copy.reference import packed_together
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
@@ -42,7 +41,7 @@ def _move_pages(
 ) -> None:
     head_dim = check_pools(k_pool, v_pool)
     device = k_pool.device
-    _check_host(host, k_pool.dtype, device)
+    check_host(host, k_pool.dtype, device)
     check_tensor("page_offsets", page_offsets, torch.int64, (None,), device)
     pages = page_offsets.shape[0]
     check_tensor("slots", slots, torch.int32, (pages,), device)
@@ -94,7 +93,7 @@ def store_tokens(
     check_tensor("value", value, key.dtype, key.shape, device, strided_dims=1)
     tokens, kv_heads, head_dim = key.shape
     check_head_dim(head_dim)
-    _check_host(host, key.dtype, device)
+    check_host(host, key.dtype, device)
     check_tensor("page_offsets", page_offsets, torch.int64, (tokens, kv_heads), device)
     check_tensor("page_tokens", page_tokens, torch.int32, (tokens,), device)
     if frames is not None:
@@ -122,12 +121,6 @@ def store_tokens(
         pack=packed_together(key.dtype),
         block_dim=triton.next_power_of_2(head_dim),
     )
-
-
-def _check_host(host: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    check_tensor("host", host, dtype, (None,), torch.device("cpu"))
-    if device.type == "cuda" and not host.is_pinned():
-        raise KernelError(f"host={host.numel()} elements in pageable memory: must be pinned")
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.arguments import KV_DTYPES, check_head_dim, check_tensor, group_size
+from vllm_hybrid_sparse.kernels.merge.gpu import merge_splits
 
 _PROGRAMS = 1024
 """Programs that contexts are split for. Reckoned, not tuned on a GPU: two to three times what an H100 holds at a time,
@@ -19,9 +20,6 @@ then at most group / 128 of the bytes of K and V in bf16."""
 
 _TILE_TOKENS = 64
 """Tokens that a program reads at a time. Not tuned on a GPU yet."""
-
-_TILE_SPLITS = 16
-"""Splits that a program merges at a time. Not tuned on a GPU yet."""
 
 _FRAME_TOKENS_STEP = 16
 
@@ -107,16 +105,7 @@ def attend_frames(
         block_dim=triton.next_power_of_2(head_dim),
         tile=_TILE_TOKENS,
     )
-    _merge_splits_kernel[(rows, q_heads)](
-        out,
-        lse,
-        output,
-        output.stride(0),
-        splits,
-        head_dim=head_dim,
-        block_dim=triton.next_power_of_2(head_dim),
-        tile=_TILE_SPLITS,
-    )
+    merge_splits(out, lse, output)
 
 
 def _split(longest: int, groups: int) -> tuple[int, int]:
@@ -197,42 +186,3 @@ def _attend_frames_kernel(
 
     tl.store(out + states[:, None] * head_dim + dims[None, :], acc / total[:, None], mask=is_output)
     tl.store(lse + states, peak + tl.log(total), mask=is_head)
-
-
-@triton.jit
-def _merge_splits_kernel(
-    out,
-    lse,
-    output,
-    output_row_stride,
-    splits,
-    head_dim: tl.constexpr,
-    block_dim: tl.constexpr,
-    tile: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    q_head = tl.program_id(1)
-    state = row * tl.num_programs(1) + q_head
-    dims = tl.arange(0, block_dim)
-    is_dim = dims < head_dim
-
-    peak = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    acc = tl.zeros((block_dim,), tl.float32)
-    for start in range(0, splits, tile):
-        places = start + tl.arange(0, tile)
-        logs = tl.load(lse + state * splits + places, mask=places < splits, other=float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(logs, axis=0))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = tl.exp(peak - base)
-        weights = tl.exp(logs - base)
-        is_element = (logs > float("-inf"))[:, None] & is_dim[None, :]
-        parts = tl.load(out + (state * splits + places)[:, None] * head_dim + dims[None, :], mask=is_element, other=0.0)
-        total = total * decay + tl.sum(weights, axis=0)
-        acc = acc * decay + tl.sum(weights[:, None] * parts, axis=0)
-        peak = new_peak
-
-    merged = acc / tl.where(total > 0.0, total, 1.0)
-    tl.store(
-        output + row * output_row_stride + q_head * head_dim + dims, merged.to(output.dtype.element_ty), mask=is_dim
-    )

@@ -123,6 +123,24 @@ def pack_codes(codes: KeyCodes) -> Tensor:
     return torch.nn.functional.pad(parts, (0, size - parts.shape[1]))
 
 
+def unpack_codes(packed: Tensor, head_dim: int, bits: int) -> KeyCodes:
+    """The other way from `pack_codes`: what lies in memory of pages.
+
+    packed   [pages, summary_bytes] uint8
+    """
+    fields = 8 // bits
+    lines = -(-head_dim * bits // 32)
+    code_bytes, mean, factors, units, _ = packed.split(
+        (64 * lines, head_dim // 2, PAGE_TOKENS, 4, packed.shape[1] - 64 * lines - head_dim // 2 - PAGE_TOKENS - 4), 1
+    )
+    shifts = bits * torch.arange(fields, dtype=torch.uint8)
+    by_line = code_bytes.reshape(-1, lines, PAGE_TOKENS, 4, 1) >> shifts & 2**bits - 1
+    codes = by_line.permute(0, 2, 1, 4, 3).reshape(-1, PAGE_TOKENS, 4 * fields * lines)[:, :, :head_dim]
+    factor_unit, mean_unit = units.contiguous().view(torch.bfloat16).unbind(dim=1)
+    levels = torch.stack((mean & 15, mean >> 4), dim=2).flatten(1)
+    return KeyCodes(codes, factors, factor_unit, levels, mean_unit, bits)
+
+
 def signs_of(codes: KeyCodes) -> KeyCodes:
     """Codes of one bit from those of two: the signs, with the factors times what signs alone ask for."""
     unit = (codes.factor_unit.float() * SIGN_FACTOR).bfloat16()

@@ -1,0 +1,1 @@
+"""Which page lies in which slot, kept on the device and by the device alone."""

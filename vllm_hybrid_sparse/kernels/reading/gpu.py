@@ -1,0 +1,400 @@
+"""Planning a reading by estimates, and reading on until it is enough, on the device and with no word to the host."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.arguments import check_host, check_pools, check_tensor, group_size
+from vllm_hybrid_sparse.kernels.copy.reference import packed_together
+from vllm_hybrid_sparse.kernels.listed_attention.gpu import TILE_PAGES, fold_pages, read_pages
+from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore, Tally
+from vllm_hybrid_sparse.kernels.reading.plan import OrderedPages, PageTables, ReadingPlan
+from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+_TILE_SCORES = 256
+"""Pages whose scores a program sums at a time. Not tuned on a GPU yet."""
+
+_MIN_DOT_ROWS = 16
+"""Rows that a matrix instruction has at least; a smaller group is padded to it, which costs no bytes."""
+
+_PAGE_TOKENS = tl.constexpr(PAGE_TOKENS)
+
+
+def plan_reading(pages: OrderedPages, retained_lse: Tensor, *, threshold: float, microbatch_pages: int) -> ReadingPlan:
+    """Say how many pages each group reads at first: `plan_reading` of reference.py.
+
+    Whole microbatches of the order until P_acc would exceed the threshold if every page weighed what it is estimated
+    to, none where the retained set is enough, no more than the budget. At a threshold of 1 it is the budget.
+
+    What bounds it: latency, of a loop over microbatches. One program plans for a group.
+
+    retained_lse       [rows, q_heads]   f32, log-sum-exp of the retained set
+    threshold          ε, in (0, 1]
+    microbatch_pages   1 or more
+    """
+    _check_reading(threshold, microbatch_pages)
+    device = pages.scores.device
+    rows, q_heads, most, kv_heads = _check_pages(pages)
+    check_tensor("retained_lse", retained_lse, torch.float32, (rows, q_heads), device)
+    group = group_size(q_heads, kv_heads)
+    plan = ReadingPlan(
+        counts=torch.empty(rows, kv_heads, dtype=torch.int32, device=device),
+        log_estimated=torch.empty(rows, q_heads, dtype=torch.float32, device=device),
+        log_unread=torch.empty(rows, q_heads, dtype=torch.float32, device=device),
+        kept=torch.empty(rows, kv_heads, dtype=torch.float32, device=device),
+    )
+    if rows:
+        step = microbatch_pages if threshold < 1 else _TILE_SCORES
+        _plan_kernel[(rows, kv_heads)](
+            pages.scores,
+            pages.order,
+            pages.candidates,
+            pages.budgets,
+            retained_lse,
+            plan.counts,
+            plan.log_estimated,
+            plan.log_unread,
+            plan.kept,
+            most,
+            step,
+            threshold,
+            group=group,
+            block_group=triton.next_power_of_2(group),
+            block_step=triton.next_power_of_2(step),
+            tile=_TILE_SCORES,
+        )
+    return plan
+
+
+def read_on(
+    query: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    host: HostStore,
+    pages: OrderedPages,
+    tables: PageTables,
+    retained_lse: Tensor,
+    read: tuple[Tensor, Tensor],
+    plan: ReadingPlan,
+    tally: Tally,
+    *,
+    scale: float,
+    threshold: float,
+    microbatch_pages: int,
+) -> None:
+    """Look at what was read, and read on by microbatches until it is enough: `read_on` of reference.py, in place.
+
+    P_acc is what the retained set and the pages read weigh, which is exact, over itself plus the estimates of all
+    unread pages; a group goes on until it exceeds the threshold for every head (PSA, Algorithm 1, lines 9 to 18, with
+    the remainder that key codes estimate), or the budget is read. What is read here stays where it lies.
+
+    What bounds it: most groups have enough and only look, so its launch; one that has not reads its pages one after
+    another, latency.
+
+    query          [rows, q_heads, head_dim]     of the KV dtype, rows may be strided
+    k_pool, v_pool, host                         as `attend_listed` takes them
+    retained_lse   [rows, q_heads]               f32
+    read           (out, lse): [rows, q_heads, head_dim] and [rows, q_heads] f32, in and out: of the candidates read
+    plan           in and out: what was read, and what it leaves
+    tally          groups that were looked at are added to it
+    """
+    _check_reading(threshold, microbatch_pages)
+    head_dim = check_pools(k_pool, v_pool)
+    device = k_pool.device
+    check_tensor("query", query, k_pool.dtype, (None, None, head_dim), device, strided_dims=1)
+    check_host(host.elements, k_pool.dtype, device)
+    rows, q_heads, most, kv_heads = _check_pages(pages)
+    group = group_size(q_heads, kv_heads)
+    check_tensor("blocks", tables.blocks, torch.int32, (rows, None), device, strided_dims=1)
+    check_tensor("slots", tables.slots, torch.int32, (None,), device)
+    check_tensor("retained_lse", retained_lse, torch.float32, (rows, q_heads), device)
+    out, lse = read
+    check_tensor("out", out, torch.float32, (rows, q_heads, head_dim), device)
+    check_tensor("lse", lse, torch.float32, (rows, q_heads), device)
+    if rows == 0:
+        return
+    _read_on_kernel[(rows, kv_heads)](
+        query,
+        k_pool,
+        v_pool,
+        host.elements,
+        pages.scores,
+        pages.order,
+        pages.candidates,
+        pages.budgets,
+        tables.blocks,
+        tables.slots,
+        retained_lse,
+        out,
+        lse,
+        plan.counts,
+        plan.log_estimated,
+        plan.log_unread,
+        plan.kept,
+        tally.numbers,
+        tally.kept,
+        query.stride(0),
+        tables.blocks.stride(0),
+        host.block_stride,
+        host.head_stride,
+        host.page_stride,
+        host.pages_per_block,
+        tables.first_page,
+        tables.first_entry,
+        tables.store_pages,
+        most,
+        microbatch_pages,
+        scale,
+        threshold,
+        group=group,
+        head_dim=head_dim,
+        pack=packed_together(k_pool.dtype),
+        block_group=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        block_dim=triton.next_power_of_2(head_dim),
+        tile=TILE_PAGES,
+    )
+
+
+def _check_reading(threshold: float, microbatch_pages: int) -> None:
+    if not 0 < threshold <= 1:
+        raise KernelError(f"threshold={threshold}: must be in (0, 1]")
+    if microbatch_pages < 1:
+        raise KernelError(f"microbatch_pages={microbatch_pages}: must be 1 or more")
+
+
+def _check_pages(pages: OrderedPages) -> tuple[int, int, int, int]:
+    """Rows, query heads, pages and KV heads."""
+    device = pages.scores.device
+    check_tensor("scores", pages.scores, torch.float32, (None, None, None), device)
+    rows, q_heads, most = pages.scores.shape
+    check_tensor("order", pages.order, torch.int64, (rows, None, most), device)
+    check_tensor("candidates", pages.candidates, torch.int32, (rows,), device)
+    check_tensor("budgets", pages.budgets, torch.int32, (rows,), device)
+    return rows, q_heads, most, pages.order.shape[1]
+
+
+@triton.jit
+def _least_share(log_rest, log_read, is_head):
+    """The least P_acc of a group's heads, of what weighs `log_rest` beside what is read."""
+    share = tl.where(log_rest == float("-inf"), 1.0, 1.0 / (1.0 + tl.exp(log_rest - log_read)))
+    return tl.min(tl.where(is_head, share, 1.0), axis=0)
+
+
+@triton.jit
+def _log_add(a, b):
+    """log(exp(a) + exp(b)), of which one is above -inf."""
+    high = tl.maximum(a, b)
+    return high + tl.log(tl.exp(a - high) + tl.exp(b - high))
+
+
+@triton.jit
+def _taken(scores, states, is_head, pages, is_page, base, most):
+    """What pages are estimated to weigh together for each head, in units of exp(base)."""
+    weights = tl.load(
+        scores + states[:, None] * most + pages[None, :], mask=is_head[:, None] & is_page[None, :], other=float("-inf")
+    )
+    return tl.sum(tl.exp(weights - base[:, None]), axis=1)
+
+
+@triton.jit
+def _store_page(blocks, page, is_page, pages_per_block):
+    """Where pages of a request lie in the host store."""
+    block = tl.load(blocks + page // pages_per_block, mask=is_page, other=0).to(tl.int64)
+    return block * pages_per_block + page % pages_per_block
+
+
+@triton.jit
+def _resume(outputs, lse, is_output):
+    """Total and sum of values of a running softmax whose peak is the log-sum-exp of what was read."""
+    seen = lse > float("-inf")
+    return tl.where(seen, 1.0, 0.0), tl.load(outputs, mask=is_output & seen[:, None], other=0.0)
+
+
+@triton.jit
+def _count(numbers, further, stops, looks):
+    """Add a group that was looked at to `Tally.numbers`."""
+    tl.atomic_add(numbers, further.to(tl.int64))
+    tl.atomic_add(numbers + 3, 1)
+    tl.atomic_add(numbers + 4, stops.to(tl.int64))
+    tl.atomic_add(numbers + 5, looks)
+
+
+@triton.jit(do_not_specialize=["most", "step"])  # `most` grows with contexts, and would be compiled anew
+def _plan_kernel(
+    scores,
+    order,
+    candidates,
+    budgets,
+    retained_lse,
+    counts,
+    log_estimated,
+    log_unread,
+    kept,
+    most,
+    step,
+    threshold,
+    group: tl.constexpr,
+    block_group: tl.constexpr,
+    block_step: tl.constexpr,
+    tile: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    unit = row * tl.num_programs(1) + tl.program_id(1)
+    heads = tl.arange(0, block_group)
+    is_head = heads < group
+    states = unit * group + heads
+    num = tl.load(candidates + row)
+    budget = tl.load(budgets + row)
+
+    peak = tl.full((block_group,), float("-inf"), tl.float32)
+    total = tl.zeros((block_group,), tl.float32)
+    for start in range(0, num, tile):
+        pages = start + tl.arange(0, tile)
+        weights = tl.load(
+            scores + states[:, None] * most + pages[None, :],
+            mask=is_head[:, None] & (pages < num)[None, :],
+            other=float("-inf"),
+        )
+        new_peak = tl.maximum(peak, tl.max(weights, axis=1))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        total = total * tl.exp(peak - base) + tl.sum(tl.exp(weights - base[:, None]), axis=1)
+        peak = new_peak
+    has_weight = total > 0.0
+    estimated = tl.where(has_weight, peak + tl.log(tl.where(has_weight, total, 1.0)), float("-inf"))
+    base = tl.where(has_weight, estimated, 0.0)
+
+    # In shares of what all candidates are estimated to weigh.
+    log_retained = tl.load(retained_lse + states, mask=is_head, other=0.0)
+    unread = tl.where(has_weight, 1.0, 0.0)
+    expected = tl.exp(tl.minimum(log_retained - base, 80.0))
+    count = 0
+    share = _least_share(tl.log(unread), tl.log(expected), is_head)
+    while (count < budget) & (share <= threshold):
+        some = count + tl.arange(0, block_step)
+        is_page = (tl.arange(0, block_step) < step) & (some < budget)
+        page = tl.load(order + unit * most + some, mask=is_page, other=0)
+        taken = _taken(scores, states, is_head, page, is_page, base, most)
+        unread = tl.maximum(unread - taken, 0.0)
+        expected += taken
+        count = tl.minimum(count + step, budget)
+        unread = tl.where(count == num, 0.0, unread)
+        share = _least_share(tl.log(unread), tl.log(expected), is_head)
+
+    tl.store(counts + unit, count)
+    tl.store(log_estimated + states, estimated, mask=is_head)
+    tl.store(log_unread + states, base + tl.log(unread), mask=is_head)
+    tl.store(kept + unit, share)
+
+
+@triton.jit(do_not_specialize=["blocks_row_stride", "first_page", "first_entry", "most", "microbatch"])
+def _read_on_kernel(
+    query,
+    k_pool,
+    v_pool,
+    host,
+    scores,
+    order,
+    candidates,
+    budgets,
+    blocks,
+    slots,
+    retained_lse,
+    out,
+    lse,
+    counts,
+    log_estimated,
+    log_unread,
+    kept,
+    numbers,
+    kept_sum,
+    query_row_stride,
+    blocks_row_stride,
+    block_stride,
+    head_stride,
+    page_stride,
+    pages_per_block,
+    first_page,
+    first_entry,
+    store_pages,
+    most,
+    microbatch,
+    scale,
+    threshold,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    pack: tl.constexpr,
+    block_group: tl.constexpr,
+    block_dim: tl.constexpr,
+    tile: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    unit = row * tl.num_programs(1) + kv_head
+    heads = tl.arange(0, block_group)
+    is_head = heads < group
+    states = unit * group + heads
+    num = tl.load(candidates + row)
+    if num == 0:
+        return
+    budget = tl.load(budgets + row)
+    planned = tl.load(counts + unit)
+    count = planned
+    log_retained = tl.load(retained_lse + states, mask=is_head, other=0.0)
+    peak = tl.load(lse + states, mask=is_head, other=float("-inf"))
+    base = tl.load(log_estimated + states, mask=is_head, other=0.0)
+    log_rest = tl.load(log_unread + states, mask=is_head, other=float("-inf"))
+    unread = tl.exp(log_rest - base)
+
+    # What the candidates read weigh beside the retained set, then P_acc.
+    share = _least_share(log_rest, _log_add(log_retained, peak), is_head)
+    looks = (planned > 0).to(tl.int64)
+    if (count < budget) & (share <= threshold):
+        dims = tl.arange(0, block_dim)
+        is_output = is_head[:, None] & (dims < head_dim)[None, :]
+        in_row = (kv_head * group + heads)[:, None] * head_dim + dims[None, :]
+        q = tl.load(query + row * query_row_stride + in_row, mask=is_output, other=0.0)
+        outputs = out + states[:, None] * head_dim + dims[None, :]
+        total, acc = _resume(outputs, peak, is_output)
+        while (count < budget) & (share <= threshold):
+            end = tl.minimum(count + microbatch, budget)
+            for start in range(count, end, tile):
+                some = start + tl.arange(0, tile)
+                is_page = some < end
+                candidate = tl.load(order + unit * most + some, mask=is_page, other=0)
+                unread = tl.maximum(unread - _taken(scores, states, is_head, candidate, is_page, base, most), 0.0)
+                page = _store_page(blocks + row * blocks_row_stride, first_page + candidate, is_page, pages_per_block)
+                entry = first_entry + kv_head.to(tl.int64) * store_pages + page
+                slot = tl.maximum(tl.load(slots + entry, mask=is_page, other=-1), -1)
+                limit = is_page.to(tl.int32) * _PAGE_TOKENS
+                k, v = read_pages(
+                    k_pool,
+                    v_pool,
+                    host,
+                    slot,
+                    page,
+                    limit,
+                    kv_head,
+                    block_stride,
+                    head_stride,
+                    page_stride,
+                    pages_per_block,
+                    head_dim,
+                    pack,
+                    block_dim,
+                    tile,
+                )
+                peak, total, acc = fold_pages(q, k, v, limit, peak, total, acc, scale, tile)
+            count = end
+            unread = tl.where(count == num, 0.0, unread)
+            log_rest = base + tl.log(unread)
+            share = _least_share(log_rest, _log_add(log_retained, peak + tl.log(total)), is_head)
+            looks += 1
+        tl.store(outputs, acc / total[:, None], mask=is_output)
+        tl.store(lse + states, peak + tl.log(total), mask=is_head)
+        tl.store(log_unread + states, log_rest, mask=is_head)
+        tl.store(counts + unit, count)
+    tl.store(kept + unit, share)
+    _count(numbers, count - planned, count < num, looks)
+    tl.atomic_add(kept_sum, share.to(tl.float64))

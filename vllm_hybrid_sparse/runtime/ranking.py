@@ -1,0 +1,278 @@
+"""Decode rows whose pages the device itself chooses: it scores, ranks, reads and looks, and asks nobody.
+
+The host launches, and no step waits for the device: what lies in which slot is kept in device memory
+(`memory/device_directory.py`), pages that do not are read in place from the pinned host store and put into slots on the
+way, and key codes are made by the device from what is stored. So a layer costs the host some launches, where a row of
+two tiers costs it a round trip. Page policies that rank by key codes, or read everything (`dense`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_hybrid_sparse.kernels.listed_attention.state import Tally
+from vllm_hybrid_sparse.kernels.reading.plan import OrderedPages, PageTables
+from vllm_hybrid_sparse.memory.device_directory import DeviceDirectory
+from vllm_hybrid_sparse.memory.device_pool import DevicePool
+from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.memory.queues import Mark, current_queue, host_empty, upload
+from vllm_hybrid_sparse.runtime.ranking_kernels import RankingKernels
+from vllm_hybrid_sparse.runtime.step_rows import RankedRows
+from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey, RetainedSet, SelectionSpec
+
+
+class PageCodes(NamedTuple):
+    """Key codes in device memory, and how they are made."""
+
+    codes: Tensor  # [layers, kv_heads, store_pages, summary_bytes] uint8
+    head_dim: int
+    code_bits: int
+
+
+class _Read(NamedTuple):
+    """What the rows of a layer read, in device memory."""
+
+    order: Tensor  # [rows, kv_heads, candidates] int64
+    counts: Tensor  # [rows, kv_heads] int32
+    candidates: Tensor  # [rows] int32
+
+
+class DeviceRanking:
+    """All layers of a model whose decode rows are ranked by the device. For the step's thread alone."""
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        sources: Sequence[HostPages],
+        spec: SelectionSpec,
+        retained: RetainedSet,
+        codes: PageCodes | None,
+        kernels: RankingKernels,
+    ) -> None:
+        """An empty directory of the pool's slots.
+
+        sources   every layer's host store, all laid out alike, pinned beside a GPU
+        codes     None: nothing is ranked, so that every row reads everything
+        """
+        first = sources[0]
+        self.directory = DeviceDirectory(
+            len(sources),
+            first.num_kv_heads,
+            first.num_pages,
+            first.pages_per_block,
+            pool.shape.capacity_pages,
+            pool.key.device,
+            kernels=kernels.directory,
+        )
+        self._kernels = kernels
+        self._pool, self._sources, self._spec, self._retained = pool, sources, spec, retained
+        self._codes = codes
+        self._hosts = [source.geometry for source in sources]
+        self._device = pool.key.device
+        self._kv_heads = first.num_kv_heads
+        self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by pages: where they, and their codes, lie
+        self._written_blocks: list[int] = []  # since the last step began, other than by it
+        self._tally = Tally(self._device)
+        self._shown = ShownTally(self._tally)
+        self._last: _Read | None = None  # of the layer that attended last
+
+    def begin_step(
+        self, tables: Sequence[NDArray[np.int32]], seq_lens: Sequence[int], written_pages: Sequence[int]
+    ) -> None:
+        """Turn the directory over, before anything else that a step asks of it.
+
+        tables          [rows][blocks]   of all decode rows of the step, maybe with more blocks behind
+        seq_lens        [rows]           tokens of their requests, the new one included
+        written_pages   of the host store, those that prompts write in this step
+        """
+        self._places.clear()
+        of_block = self._sources[0].pages_per_block
+        begun = [
+            int(table[(length - 1) // PAGE_TOKENS // of_block]) * of_block + (length - 1) // PAGE_TOKENS % of_block
+            for table, length in zip(tables, seq_lens, strict=True)
+            if length % PAGE_TOKENS == 1
+        ]
+        elsewhere, self._written_blocks = self._written_blocks, []
+        self.directory.begin_step([*written_pages, *begun, *self._pages_of(elsewhere)])
+
+    def rows(
+        self, tokens: Sequence[int], blocks: Sequence[NDArray[np.int32]], seq_lens: Sequence[int]
+    ) -> RankedRows | None:
+        """What ranked rows read at the most; None where there are none.
+
+        tokens     [rows]           of the step's batch
+        blocks     [rows][blocks]   of the rows' requests, to the one that the new token lies in
+        seq_lens   [rows]           tokens of the requests, the new one included
+        """
+        if not tokens:
+            return None
+        table = np.zeros((len(blocks), max(len(of_row) for of_row in blocks)), dtype=np.int32)
+        for row, of_row in zip(table, blocks, strict=True):
+            row[: len(of_row)] = of_row
+        pages = [-(-length // PAGE_TOKENS) for length in seq_lens]
+        candidates = [0] * len(pages)
+        if self._codes is not None:
+            ranges = [self._retained.candidate_range(length) for length in seq_lens]
+            candidates = [end - first for first, end in ranges]
+        budgets = [self._spec.budget_pages(num) for num in candidates]
+        retained = np.array([num - of_row for num, of_row in zip(pages, candidates, strict=True)], dtype=np.int32)
+        numbers = upload(torch.tensor([candidates, budgets], dtype=torch.int32), self._device)
+        return RankedRows.place(
+            tokens,
+            [int(of_row[-1]) for of_row in blocks],
+            seq_lens,
+            self._sources[0],
+            self._device,
+            blocks=upload(torch.from_numpy(table), self._device),
+            candidates=numbers[0],
+            budgets=numbers[1],
+            retained=upload(torch.from_numpy(retained[:, None].repeat(self._kv_heads, axis=1)), self._device),
+            most_retained=int(retained.max()),
+            most_candidates=max(candidates),
+            most_budget=max(budgets),
+        )
+
+    def forget_blocks(self, blocks: Sequence[int]) -> None:
+        """Blocks whose content changes other than by a step, before the step that begins next."""
+        self._written_blocks += blocks
+
+    def _pages_of(self, blocks: Sequence[int]) -> list[int]:
+        of_block = self._sources[0].pages_per_block
+        return [block * of_block + page for block in blocks for page in range(of_block)]
+
+    def encode(self, layer: int, pages: Sequence[int]) -> None:
+        """Make the codes of full pages of the host store, of all KV heads, on the caller's queue."""
+        if self._codes is None or not pages:
+            return
+        key = tuple(pages)
+        if key not in self._places:
+            heads, listed = torch.arange(self._kv_heads)[:, None], torch.tensor(key, dtype=torch.int64)[None]
+            source = self._sources[0]
+            self._places[key] = (
+                upload(source.offsets(heads, listed).flatten(), self._device),
+                upload((heads * source.num_pages + listed).flatten(), self._device),
+            )
+        codes, head_dim, code_bits = self._codes
+        elements = self._hosts[layer].elements
+        of_layer = codes[layer].flatten(0, 1)
+        self._kernels.encode_pages(elements, *self._places[key], of_layer, head_dim=head_dim, code_bits=code_bits)
+
+    def encode_blocks(self, layer: int, blocks: Sequence[int]) -> None:
+        """Make the codes of all pages of blocks, of which those that are not full are made again when they are."""
+        self.encode(layer, self._pages_of(blocks))
+
+    def attend(self, layer: int, query: Tensor, rows: RankedRows, output: Tensor, scale: float) -> None:
+        """Launch a layer's attention of the rows, whose new tokens are stored by what was launched before.
+
+        query, output   [tokens, q_heads, head_dim]   of the step; rows of others are left alone
+        """
+        queries, attended = rows.of(query), rows.of(output)
+        args = queries, self._pool.key, self._pool.value, self._hosts[layer]
+        first_page = self._retained.sink_tokens // PAGE_TOKENS
+        where = rows.blocks, rows.lengths, rows.candidates
+        listed = self.directory.look_up(
+            layer, *where, rows.retained, None, first_page=first_page, most=rows.most_retained
+        )
+        retained = self._kernels.attend_listed(*args, listed, rows.retained, self._tally, scale=scale)
+        if rows.most_candidates:
+            pages = self._ordered(layer, queries, rows, retained[1], scale)
+            threshold, microbatch_pages = self._spec.threshold, self._spec.microbatch_pages
+            plan = self._kernels.plan_reading(
+                pages, retained[1], threshold=threshold, microbatch_pages=microbatch_pages
+            )
+            listed = self.directory.look_up(
+                layer, *where, plan.counts, pages.order, first_page=first_page, most=rows.most_budget
+            )
+            read = self._kernels.attend_listed(*args, listed, plan.counts, self._tally, scale=scale)
+            if self._spec.threshold < 1:
+                tables = PageTables(
+                    rows.blocks, self.directory.state.slots, first_page, *self.directory.entries_of(layer)
+                )
+                self._kernels.read_on(
+                    *args,
+                    pages,
+                    tables,
+                    retained[1],
+                    read,
+                    plan,
+                    self._tally,
+                    scale=scale,
+                    threshold=threshold,
+                    microbatch_pages=microbatch_pages,
+                )
+            share = self._spec.attributed
+            self._kernels.merge_with_unread(retained, read, plan.log_unread if share else None, share, attended)
+            self._last = _Read(pages.order, plan.counts, rows.candidates)
+        else:
+            attended.copy_(retained[0])
+            self._last = None
+        if not rows.together:
+            output[rows.index] = attended
+
+    def _ordered(
+        self, layer: int, queries: Tensor, rows: RankedRows, retained_lse: Tensor, scale: float
+    ) -> OrderedPages:
+        """Every group's candidates by group score."""
+        assert self._codes is not None
+        scores = self._kernels.score_codes(
+            queries,
+            self._codes.codes[layer],
+            rows.blocks,
+            rows.candidates,
+            first_page=self._retained.sink_tokens // PAGE_TOKENS,
+            most=rows.most_candidates,
+            pages_per_block=self._sources[0].pages_per_block,
+            scale=scale,
+            code_bits=self._codes.code_bits,
+        )
+        order = self._kernels.order_pages(scores, self._kv_heads, retained_lse)
+        return OrderedPages(order, scores, rows.candidates, rows.budgets)
+
+    def last_pages(self) -> dict[GroupKey, list[int]]:
+        """Candidates that the layer read that attended last, in the order of reading. Waits for the device."""
+        if self._last is None:
+            return {}
+        first_page = self._retained.sink_tokens // PAGE_TOKENS
+        order, counts = self._last.order.tolist(), self._last.counts.tolist()
+        return {
+            GroupKey(row, head): [first_page + page for page in order[row][head][:count]]
+            for row, of_row in enumerate(counts)
+            for head, count in enumerate(of_row)
+        }
+
+    def take_numbers(self) -> dict[str, float]:
+        """What was read since the last call, as far as it is known without waiting for the device."""
+        return self._shown.take()
+
+
+class ShownTally:
+    """A tally as the host sees it: a step or two late."""
+
+    def __init__(self, tally: Tally) -> None:
+        device = tally.kept.device
+        self._tally = tally
+        self._numbers = host_empty(tuple(tally.numbers.shape), torch.int64, device)
+        self._kept = host_empty((1,), torch.float64, device)
+        self._arrived: Mark | None = None  # behind the copy that is under way
+        self._seen = self._taken = dict.fromkeys((*Tally.NUMBERS, "kept"), 0.0)
+
+    def take(self) -> dict[str, float]:
+        """Differences to the last call's, as far as they are known; what is missing is asked for."""
+        self._look()
+        if self._arrived is None:
+            self._numbers.copy_(self._tally.numbers, non_blocking=True)
+            self._kept.copy_(self._tally.kept, non_blocking=True)
+            self._arrived = current_queue(self._tally.kept.device).mark()
+            self._look()
+        before, self._taken = self._taken, self._seen
+        return {name: value - before[name] for name, value in self._seen.items()}
+
+    def _look(self) -> None:
+        if self._arrived is not None and self._arrived.passed():
+            numbers = [*self._numbers.tolist(), float(self._kept)]
+            self._seen = dict(zip((*Tally.NUMBERS, "kept"), numbers, strict=True))
+            self._arrived = None
