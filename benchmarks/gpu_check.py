@@ -75,8 +75,8 @@ def stages(out: Path) -> list[Stage]:
         *(
             Stage(name=f"serving: {case}", command=(python, "-m", "benchmarks.gpu_serving", case), timeout_s=600)
             for case in (
-                *("dense", "resident", "small_pool", "threshold", "shared", "salient", "predicted", "graphs"),
-                "runner_v1",
+                *("dense", "resident", "ranked", "ranked_threshold", "graphs"),
+                *("small_pool", "threshold", "shared", "salient", "predicted", "runner_v1"),
             )
         ),
         Stage(

@@ -33,7 +33,10 @@ ENGINE_TIMEOUT_S = 280
 NEARLY_ALL = 0.999999
 ALL_SALIENT = 1e-9  # of HGCA's beta: every token that was given any weight
 RETAINED = {"sink_tokens": 16, "window_tokens": 64}
-TIERED = {**RETAINED, "policy": "dense", "device_resident_share": 0}  # so that every row is one of two tiers
+# So that every row is one of two tiers, and the host chooses its pages.
+TIERED = {**RETAINED, "policy": "dense", "device_resident_share": 0, "device_ranking": "host"}
+# Rows whose pages the device chooses by itself, in a pool too small for them.
+RANKED = {**TIERED, "device_ranking": "device", "device_pool_pages": 512, "admission": "none"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,13 @@ CASES = {
     "resident": Case(
         settings={**TIERED, "device_pool_pages": 2048, "device_resident_share": 0.8, "admission": "none"}, env={}
     ),
-    "graphs": Case(settings={**TIERED, "device_resident_share": 0.5}, env={}, eager=False),
+    "ranked": Case(settings=RANKED, env={}),
+    # Scored and ordered by key codes, and read until what is dropped rounds away.
+    "ranked_threshold": Case(
+        settings={**RANKED, "policy": "progressive", "threshold": NEARLY_ALL, "microbatch_pages": 4}, env={}
+    ),
+    # As it is used: some rows read whole, others ranked, with the rest of the model in graphs.
+    "graphs": Case(settings={**RANKED, "device_pool_pages": 2048, "device_resident_share": 0.5}, env={}, eager=False),
     "small_pool": Case(settings={**TIERED, "device_pool_pages": 32, "admission": "none"}, env={}),
     "shared": Case(settings={**TIERED, "host_share": "queue"}, env={}),
     # Below 1, where the verifying kernel runs, and so near to it that what is dropped rounds away.

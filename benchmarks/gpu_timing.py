@@ -48,12 +48,21 @@ from benchmarks.serving.backends import FILLING_CONNECTOR, stop_servers_when_ter
 from vllm_hybrid_sparse.config import CUDA_RESIDENT_SHARE
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
-TIERED = {"device_resident_share": 0}
+TIERED = {"device_resident_share": 0, "device_ranking": "host"}
+RANKED = {"device_resident_share": 0, "device_ranking": "device"}
 SIDES: dict[str, dict[str, Any] | None] = {
     BASELINE: None,  # of vLLM, everything on the device
     OFFLOAD: None,  # of vLLM, what does not fit in host memory
-    # Ours as it is used: a request that fits is read by the device alone. The sides below have all rows in two tiers.
-    "resident": {"policy": "topk", "topk_ratio": 0.05, "device_resident_share": CUDA_RESIDENT_SHARE},
+    # Ours as it is used: a request that fits is read by the device alone, and the device ranks the pages of others.
+    "resident": {
+        "policy": "topk",
+        "topk_ratio": 0.05,
+        "device_resident_share": CUDA_RESIDENT_SHARE,
+        "device_ranking": "device",
+    },
+    "ranked": {"policy": "topk", "topk_ratio": 0.05, **RANKED},
+    "ranked_threshold": {"policy": "progressive", "threshold": 0.95, **RANKED},
+    # The sides below have all rows in two tiers, and the host chooses their pages.
     "dense": {"policy": "dense", **TIERED},
     FIXED: {"policy": "topk", "topk_ratio": 0.05, "summary": "minmax", "device_pool": "per_layer"},
     "topk": {"policy": "topk", "topk_ratio": 0.05, **TIERED},
@@ -65,9 +74,14 @@ SIDES: dict[str, dict[str, Any] | None] = {
     "fluxion": {"policy": "fluxion", "host_share": "queue"},
     "threshold": {"policy": "progressive", "threshold": 0.95, **TIERED},
 }
-DEVICE_SETTINGS = ("device_pool", "device_resident_share", "host_share")  # of them, those that need a device
+DEVICE_SETTINGS = (
+    "device_pool",
+    "device_resident_share",
+    "device_ranking",
+    "host_share",
+)  # of them, those that need a device
 FLUXION_BUDGET = 0.05  # of the candidates, as the other sides read
-DEFAULT_SIDES = (BASELINE, "resident", FIXED, "topk", "queue")
+DEFAULT_SIDES = (BASELINE, "resident", "ranked", FIXED, "topk", "queue")
 DEFAULT_CASES = "8Kx1,8Kx32,32Kx4,128Kx1,128Kx4"
 BF16_BYTES = 2
 _SHOWN_LINES = 40  # of the log of a side that failed

@@ -49,6 +49,7 @@ TIERS = TierStats(
     pages_evicted=30,
     pages_wasted=5,
     resident_groups=7,
+    ranked_groups=8,
     blocks_entered=6,
     pages_on_host=9,
     groups_on_host=1,
@@ -126,7 +127,8 @@ FIELDS = {
 DEVICE_FIELDS = {
     "device_wanted_pages": "pages_wanted", "device_hit_pages": "pages_hit", "device_fetched_pages": "pages_fetched",
     "device_evicted_pages": "pages_evicted", "device_failed_loads": "failed_loads",
-    "device_resident_selections": "resident_groups", "device_entered_blocks": "blocks_entered",
+    "device_resident_selections": "resident_groups", "device_ranked_selections": "ranked_groups",
+    "device_entered_blocks": "blocks_entered",
     "device_busy_seconds": "device_busy_s", "host_busy_seconds": "host_busy_s", "device_step_seconds": "step_s",
     "host_selections": "groups_on_host", "host_pages": "pages_on_host",
 }  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_hybrid_sparse.memory import cuda_pool, write_through
-from vllm_hybrid_sparse.runtime import cuda, cuda_layer, predicted_rows, prefill, ranking, step, tiers
+from vllm_hybrid_sparse.runtime import cuda, cuda_layer, gpu_ranking, predicted_rows, prefill, ranking, step, tiers
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 Clock = dict[int, int]  # by queue: how much of its work is behind
@@ -202,9 +202,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
         heads = torch.arange(len(codes))[:, None] * codes.shape[1]
         return places(codes, heads + torch.cat(at)), []
 
-    wrap(ranking, "attend_listed", read_listed)
-    wrap(ranking, "encode_pages", lambda host, at, to, codes, **_: (pages(host, at), places(codes, to)))
-    wrap(ranking, "score_codes", scored)
+    wrap(gpu_ranking, "attend_listed", read_listed)
+    wrap(gpu_ranking, "encode_pages", lambda host, at, to, codes, **_: (pages(host, at), places(codes, to)))
+    wrap(gpu_ranking, "score_codes", scored)
 
     def states(out: torch.Tensor) -> list[Hashable]:
         return [("states", out.data_ptr())]

@@ -16,7 +16,7 @@ from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, pack_codes
 from vllm_hybrid_sparse.memory.page_keys import page_numbers
-from vllm_hybrid_sparse.runtime.ranking import DeviceRanking
+from vllm_hybrid_sparse.runtime.ranking import DeviceRanking, rows_at_once
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 from vllm_hybrid_sparse.values import SelectionSpec
 
@@ -278,6 +278,25 @@ def test_reading_stops_where_the_threshold_is_reached(device: str) -> None:
         assert stats.early_stops == stats.looked_groups == read.judged == 2
         assert read.pages_read < read.pages_total
         assert stats.kept_mass > 2 * 0.5
+
+
+@DEVICES
+def test_rows_that_would_take_too_much_memory_go_one_part_after_another(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_hybrid_sparse.runtime.ranking.ROW_PAGES_AT_ONCE", 16)
+    with model_of(device, RANKED["codes"]) as model:
+        requests = begin(model, 20, 150, 40, 130)
+        excuses = [excuse for _ in range(2) for excuse in decode(model, *requests)]
+        assert len(excuses) <= 2, excuses
+
+
+def test_rows_of_like_length_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_hybrid_sparse.runtime.ranking.ROW_PAGES_AT_ONCE", 20)
+    assert rows_at_once([]) == []
+    assert rows_at_once([16, 320]) == [[1], [0]]
+    assert rows_at_once([160, 1]) == [[0, 1]]
+    assert rows_at_once([16, 10_000, 160, 17, 150, 1]) == [[1], [2, 4], [3, 0, 5]]
 
 
 def test_no_thread_is_used() -> None:

@@ -28,12 +28,14 @@ class _Executor:
         self._layer, self._native = layer, layer.tiered_attention
         self.num_kv_heads = layer.shape.num_kv_heads
         self._requests = RequestSlots()
-        self._ranked: dict[GroupKey, list[int]] = {}  # in the last step
+        self._ranked: dict[tuple[int, int], list[int]] = {}  # in the last step, by token and KV head
+        self._starts: list[int] = []  # first token of each of its requests
 
     def forward(self, query: Any, key: Any, value: Any, kv_cache: Any, batch: Any, *rest: Any) -> None:
         output, *states = rest[2:]
         hgca, fluxion = states
         query_start, seq_lens, block_table, slot_mapping, mask = batch.tensors[:5]
+        self._starts = query_start.tolist()
         slots = batch.tensors[5] if hgca is not None or fluxion is not None else None
         if hgca is not None:
             mask = mask.bool() & self._requests.advance(slots, seq_lens, query_start.diff())
@@ -76,7 +78,7 @@ class _Executor:
             tokens = self._layer.last_lengths[request]
             return list(range(*settings.retained.candidate_range(tokens)))
         if ranked:
-            return self._ranked.get(GroupKey(self._row(request), kv_head), [])
+            return self._ranked.get((self._starts[request], kv_head), [])
         if self._layer.fluxion is not None:
             return self._native.last_plan(self._row(request), kv_head)
         return list(self._layer.tiered.last_pages[GroupKey(self._row(request), kv_head)])

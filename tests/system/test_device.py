@@ -44,6 +44,12 @@ RESIDENT: dict[str, Any] = {
     "device_resident_share": 0.9,
 }
 
+# Rows whose pages the device chooses by itself, beside others in frames; all of them are read in the end.
+RANKED: dict[str, dict[str, Any]] = {
+    "ranked": {"policy": "progressive", "threshold": 1.0, "device_pool_pages": 64, "device_ranking": "device"},
+    "ranked or resident": RESIDENT | {"device_resident_share": 0.6, "device_ranking": "device"},
+}
+
 
 def prompts() -> list[list[int]]:
     """Random byte tokens of every length around pages, and two longer ones that begin alike."""
@@ -84,10 +90,10 @@ def results(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     folder = tmp_path_factory.mktemp("device")
     model = make_tiny_model("llama-gqa", folder)
     jobs = [_job("stock", model)]
-    for name, settings in {**SMALLEST, "resident": RESIDENT}.items():
+    for name, settings in {**SMALLEST, "resident": RESIDENT, **RANKED}.items():
         ours = {"attention_backend": "hybrid_sparse", "block_size": 32, "kv_cache_memory_bytes": 12 << 20}
         device = {"hybrid_sparse": {"device": "emulated", "admission": "none", **settings}}
-        jobs.append(_job(name, model, **ours, additional_config=device) | {"entered": name == "resident"})
+        jobs.append(_job(name, model, **ours, additional_config=device) | {"entered": "resident" in name})
     per_layer = SMALLEST["progressive"] | {"device_pool_pages": 47}
     refused = {"hybrid_sparse": {"device": "emulated", **per_layer}}
     jobs.append(_job("too small", model, attention_backend="hybrid_sparse", additional_config=refused))
@@ -105,6 +111,12 @@ def test_rows_that_the_device_reads_alone_answer_as_stock(results: dict[str, dic
     assert not differences(answers_of(results["stock"]), answers_of(results["resident"]))
     frames = int(0.9 * 420) // (3 * 2 * 2)  # layers, KV heads, pages of a block
     assert results["resident"]["entered"] > frames  # so that frames had several blocks
+
+
+@pytest.mark.parametrize("setting", RANKED)
+def test_rows_that_the_device_ranks_answer_as_stock(results: dict[str, dict[str, Any]], setting: str) -> None:
+    assert not differences(answers_of(results["stock"]), answers_of(results[setting]))
+    assert results[setting].get("entered", 1) > 0
 
 
 def test_a_pool_that_holds_no_group_of_every_layer_is_refused(results: dict[str, dict[str, Any]]) -> None:

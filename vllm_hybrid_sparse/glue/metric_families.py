@@ -53,6 +53,7 @@ DEVICE_COUNTERS = tuple(
             "resident_groups",
             "Selections of requests all of whose blocks the device had; it read them whole and by itself.",
         ),
+        ("device_ranked_selections", "ranked_groups", "Selections whose pages the device chose by itself."),
         ("device_entered_blocks", "blocks_entered", "Blocks of all layers that were copied to the device as wholes."),
         ("device_failed_loads", "failed_loads", "Loads for a selection that failed; the host attended their pages."),
         ("device_busy_seconds", "device_busy_s", "Time that the device attended."),

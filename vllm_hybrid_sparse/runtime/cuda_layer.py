@@ -23,6 +23,7 @@ from vllm_hybrid_sparse.memory.write_through import Encode, Stored, WriteThrough
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch, PromptChunk
 from vllm_hybrid_sparse.runtime.prefill import StreamedPrefill
 from vllm_hybrid_sparse.runtime.prompt_rows import Arriving, PromptRows
+from vllm_hybrid_sparse.runtime.ranking import ranking_bytes
 from vllm_hybrid_sparse.runtime.residency import ResidentRows
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.step_rows import RankedRows
@@ -78,13 +79,13 @@ class CudaLayers:
         layer = self._tier.layer_of(kv_cache)
         store = self._stores[layer]
         stored = store.take() if batch.decode_tokens else None  # by the steps before: not to be waited for again
-        rows, arrived = self._start_copy((query, key, value), batch.decode_tokens)
+        copied, arrived = self._start_copy((query, key, value), batch.decode_tokens)
         for chunk in batch.chunks:
             self._store(store, key, value, chunk)
         if batch.resident is not None:
             self._attend_resident(query, key, value, layer, batch.resident, output)
-        if batch.ranked is not None:
-            self._attend_ranked(query, key, value, layer, batch.ranked, output)
+        for rows in batch.ranked:
+            self._attend_ranked(query, key, value, layer, rows, output)
         for chunk in batch.chunks:
             self._prefill.attend(query, key, value, self._tier.source(kv_cache), chunk, output)
         if batch.chunks:
@@ -102,7 +103,7 @@ class CudaLayers:
         self.look_back(layer, batch.decode.slots, hgca, fluxion)
         self.prompt_rows.add(layer, latest)
         # The native batch attends to none of its rows, so what stands for its output is left as it is.
-        queries, keys, values = rows
+        queries, keys, values = copied
         self.tiered.forward(
             queries,
             keys,
@@ -159,13 +160,14 @@ class CudaLayers:
 
     @staticmethod
     def working_bytes(attention: NativeAttention, tokens: int) -> int:
-        """Device memory that a step of so many tokens takes beside the slots: staging, and partial results in f32.
+        """Device memory that a step of so many tokens takes beside the slots: staging, partial results, and ranking.
 
         vLLM's profiling does not see it, since no layer attends then.
         """
         staging = StreamedPrefill.staging_bytes(attention.num_kv_heads, attention.head_dim, attention.dtype)
         of_rows = tokens * attention.num_q_heads * (attention.head_dim + 1) * torch.float32.itemsize
-        return staging + _PARTIAL_RESULTS * of_rows
+        ranking = ranking_bytes(attention.num_q_heads, attention.num_kv_heads)
+        return staging + _PARTIAL_RESULTS * of_rows + ranking
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, `(from, to)`, in the host store of every layer, before the step that reads them."""

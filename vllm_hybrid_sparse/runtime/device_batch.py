@@ -56,7 +56,7 @@ class DeviceBatch:
     decode_tokens: tuple[int, ...]  # of the step's batch, those that the rows are
     chunks: tuple[PromptChunk, ...]
     resident: ResidentRows | None = None  # decode rows that the device reads by itself
-    ranked: RankedRows | None = None  # decode rows whose pages the device chooses by itself
+    ranked: tuple[RankedRows, ...] = ()  # decode rows whose pages the device chooses by itself
 
     @classmethod
     def from_tensors(
@@ -108,7 +108,7 @@ class DeviceBatch:
             None if slots is None else slots[decodes],
             written,
         )
-        return cls(replace(decode, entering=entering), tuple(tokens), tuple(chunks), resident, ranked)
+        return cls(replace(decode, entering=entering), tuple(tokens), tuple(chunks), resident, ranked or ())
 
 
 def _decode_batch(

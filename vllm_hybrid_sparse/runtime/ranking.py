@@ -22,7 +22,32 @@ from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.queues import Mark, current_queue, host_empty, upload
 from vllm_hybrid_sparse.runtime.ranking_kernels import RankingKernels
 from vllm_hybrid_sparse.runtime.step_rows import RankedRows
-from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey, RetainedSet, SelectionSpec
+from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SelectionSpec
+
+ROW_PAGES_AT_ONCE = 2**18
+"""Rows that are computed together times the pages of the longest: 32 rows of 128K tokens. The scores and the order of
+them all are in memory then (`ranking_bytes`)."""
+
+
+def rows_at_once(seq_lens: Sequence[int]) -> list[list[int]]:
+    """Which rows of a step are computed together: all; where that takes too much memory, those of like length."""
+    pages = [-(-length // PAGE_TOKENS) for length in seq_lens]
+    if len(pages) * max(pages, default=0) <= ROW_PAGES_AT_ONCE:
+        return [list(range(len(pages)))] if pages else []
+    parts: list[list[int]] = []
+    for row in sorted(range(len(pages)), key=lambda row: -pages[row]):
+        if not parts or (len(parts[-1]) + 1) * pages[parts[-1][0]] > ROW_PAGES_AT_ONCE:
+            parts.append([])
+        parts[-1].append(row)
+    return parts
+
+
+def ranking_bytes(q_heads: int, kv_heads: int) -> int:
+    """Device memory that ranked rows take while they are computed, whatever there is of them; counted, not measured.
+
+    For each row and page scores of all heads, their best, an order with what sorting it takes, and two lists.
+    """
+    return ROW_PAGES_AT_ONCE * (q_heads * 4 + kv_heads * (4 + 3 * 12 + 2 * 12))
 
 
 class PageCodes(NamedTuple):
@@ -34,11 +59,11 @@ class PageCodes(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What the rows of a layer read, in device memory."""
+    """What the rows of a layer read; tensors in device memory."""
 
+    tokens: tuple[int, ...]  # of the step's batch
     order: Tensor  # [rows, kv_heads, candidates] int64
     counts: Tensor  # [rows, kv_heads] int32
-    candidates: Tensor  # [rows] int32
 
 
 class DeviceRanking:
@@ -78,7 +103,8 @@ class DeviceRanking:
         self._written_blocks: list[int] = []  # since the last step began, other than by it
         self._tally = Tally(self._device)
         self._shown = ShownTally(self._tally)
-        self._last: _Read | None = None  # of the layer that attended last
+        self._last: list[_Read] = []  # of the layer that attended last, all parts
+        self._last_layer = -1
 
     def begin_step(
         self, tables: Sequence[NDArray[np.int32]], seq_lens: Sequence[int], written_pages: Sequence[int]
@@ -90,6 +116,7 @@ class DeviceRanking:
         written_pages   of the host store, those that prompts write in this step
         """
         self._places.clear()
+        self._last_layer = -1
         of_block = self._sources[0].pages_per_block
         begun = [
             int(table[(length - 1) // PAGE_TOKENS // of_block]) * of_block + (length - 1) // PAGE_TOKENS % of_block
@@ -101,15 +128,19 @@ class DeviceRanking:
 
     def rows(
         self, tokens: Sequence[int], blocks: Sequence[NDArray[np.int32]], seq_lens: Sequence[int]
-    ) -> RankedRows | None:
-        """What ranked rows read at the most; None where there are none.
+    ) -> tuple[RankedRows, ...]:
+        """What ranked rows read at the most, in parts that are computed one after another.
 
         tokens     [rows]           of the step's batch
         blocks     [rows][blocks]   of the rows' requests, to the one that the new token lies in
         seq_lens   [rows]           tokens of the requests, the new one included
         """
-        if not tokens:
-            return None
+        return tuple(
+            self._part([tokens[row] for row in part], [blocks[row] for row in part], [seq_lens[row] for row in part])
+            for part in rows_at_once(seq_lens)
+        )
+
+    def _part(self, tokens: Sequence[int], blocks: Sequence[NDArray[np.int32]], seq_lens: Sequence[int]) -> RankedRows:
         table = np.zeros((len(blocks), max(len(of_row) for of_row in blocks)), dtype=np.int32)
         for row, of_row in zip(table, blocks, strict=True):
             row[: len(of_row)] = of_row
@@ -170,6 +201,8 @@ class DeviceRanking:
 
         query, output   [tokens, q_heads, head_dim]   of the step; rows of others are left alone
         """
+        if layer != self._last_layer:
+            self._last, self._last_layer = [], layer
         queries, attended = rows.of(query), rows.of(output)
         args = queries, self._pool.key, self._pool.value, self._hosts[layer]
         first_page = self._retained.sink_tokens // PAGE_TOKENS
@@ -206,10 +239,9 @@ class DeviceRanking:
                 )
             share = self._spec.attributed
             self._kernels.merge_with_unread(retained, read, plan.log_unread if share else None, share, attended)
-            self._last = _Read(pages.order, plan.counts, rows.candidates)
+            self._last.append(_Read(rows.tokens, pages.order, plan.counts))
         else:
             attended.copy_(retained[0])
-            self._last = None
         if not rows.together:
             output[rows.index] = attended
 
@@ -232,17 +264,19 @@ class DeviceRanking:
         order = self._kernels.order_pages(scores, self._kv_heads, retained_lse)
         return OrderedPages(order, scores, rows.candidates, rows.budgets)
 
-    def last_pages(self) -> dict[GroupKey, list[int]]:
-        """Candidates that the layer read that attended last, in the order of reading. Waits for the device."""
-        if self._last is None:
-            return {}
+    def last_pages(self) -> dict[tuple[int, int], list[int]]:
+        """Candidates that the layer read that attended last, in the order of reading. Waits for the device.
+
+        By token of the step's batch and KV head.
+        """
         first_page = self._retained.sink_tokens // PAGE_TOKENS
-        order, counts = self._last.order.tolist(), self._last.counts.tolist()
-        return {
-            GroupKey(row, head): [first_page + page for page in order[row][head][:count]]
-            for row, of_row in enumerate(counts)
-            for head, count in enumerate(of_row)
-        }
+        pages = {}
+        for read in self._last:
+            order, counts = read.order.tolist(), read.counts.tolist()
+            for row, token in enumerate(read.tokens):
+                for head, count in enumerate(counts[row]):
+                    pages[token, head] = [first_page + page for page in order[row][head][:count]]
+        return pages
 
     def take_numbers(self) -> dict[str, float]:
         """What was read since the last call, as far as it is known without waiting for the device."""

@@ -62,7 +62,7 @@ class StepResidency:
     resident: NDArray[np.bool_]  # [rows]
     rows: ResidentRows | None  # None: none is
     entering: Entering | None  # None: no blocks do
-    ranked: RankedRows | None = None  # all others, where the device chooses their pages by itself
+    ranked: tuple[RankedRows, ...] | None = None  # all others, where the device chooses their pages by itself
 
 
 Divide = Callable[[Sequence[int], Sequence[Tensor], Sequence[int], Sequence[int]], StepResidency | None]

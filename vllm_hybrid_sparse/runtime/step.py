@@ -68,8 +68,9 @@ class TieredLayer:
             self._write_through(key, value, layer, batch)
         if batch.resident is not None:
             self._attend_resident(query, key, value, layer, batch.resident, output)
-        if batch.ranked is not None and self._tier.ranking is not None:
-            self._tier.ranking.attend(layer, query, batch.ranked, output, self._attention.scale)
+        for ranked in batch.ranked:
+            assert self._tier.ranking is not None
+            self._tier.ranking.attend(layer, query, ranked, output, self._attention.scale)
         if batch.rows:
             self._decode(query, kv_cache, batch, hgca, fluxion, device_output or (output, batch.rows))
         if batch.entering is not None and self._tier.residency is not None:
@@ -108,7 +109,7 @@ class TieredLayer:
         Where the device ranks, it is told of written pages once a step, and needs codes of those that may be full.
         """
         if self._tier.ranking is not None:
-            rows = [of_kind for of_kind in (batch.resident, batch.ranked) if of_kind is not None]
+            rows = [*batch.ranked, *([] if batch.resident is None else [batch.resident])]
             filled = [page for of_kind in rows for page in of_kind.filled_pages]
             self._tier.ranking.encode(layer, [*batch.written_pages, *filled])
             return

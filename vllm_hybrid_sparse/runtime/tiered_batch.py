@@ -27,7 +27,7 @@ class TieredBatch:
     new_slots: tuple[int, ...]  # where each row's token is stored: block * block_tokens + offset; negative: nowhere
     written_pages: tuple[int, ...]  # pages of the host store that the other rows' tokens are stored in
     resident: ResidentRows | None = None  # decode rows that the device reads by itself
-    ranked: RankedRows | None = None  # decode rows whose pages the device chooses by itself
+    ranked: tuple[RankedRows, ...] = ()  # decode rows whose pages the device chooses by itself
     entering: Entering | None = None  # blocks that the device is to hold from the next step on
     slots: tuple[int, ...] = ()  # where a layer keeps the state of each row's request, if it does
     # By what is read, the waves of parts that all layers read alike: the first one puts them here (`decode_rows.py`).
@@ -86,7 +86,7 @@ class TieredBatch:
             new_slots=tuple(slot_mapping[tokens].tolist()),
             written_pages=written,
             resident=None if divided is None else divided.rows,
-            ranked=None if divided is None else divided.ranked,
+            ranked=() if divided is None else divided.ranked or (),
             entering=None if divided is None else divided.entering,
             slots=() if slots is None else tuple(slots[requests].tolist()),
         )

@@ -254,8 +254,8 @@ class DeviceTier:
                 read_bytes=read_bytes,
             ),
         )
-        if divided.ranked is not None:
-            self._count_ranked(divided.ranked.seq_lens, every)
+        if divided.ranked:
+            self._count_ranked([seq_len for part in divided.ranked for seq_len in part.seq_lens], every)
 
     def _count_ranked(self, seq_lens: Sequence[int], every: int) -> None:
         groups = len(seq_lens) * every
