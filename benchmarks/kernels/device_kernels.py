@@ -13,12 +13,14 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import torch
 from triton.testing import do_bench
 
 from benchmarks.kernels.device_cases import TOLERANCE, Case, Machine, all_cases, make_machine
+from benchmarks.kernels.ranked_cases import ranked_cases
 from benchmarks.machine import provenance
 from benchmarks.report import markdown_table, save
 from vllm_hybrid_sparse import _native
@@ -104,7 +106,11 @@ def main() -> int:
     )
     ceilings = measure_ceilings(machine)
     rows = []
-    for case in all_cases(machine, rows=ROWS, context_pages=CONTEXT_PAGES, microbatches=MICROBATCHES):
+    cases = all_cases(machine, rows=ROWS, context_pages=CONTEXT_PAGES, microbatches=MICROBATCHES)
+    ranked = (
+        case for count in ROWS for pages in CONTEXT_PAGES for case in ranked_cases(machine, count, pages, pages // 20)
+    )
+    for case in chain(cases, ranked):
         rows.append(measure(case, ceilings))
         print(rows[-1], file=sys.stderr, flush=True)
     gpu = torch.cuda.get_device_properties(0)

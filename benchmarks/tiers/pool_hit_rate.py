@@ -4,7 +4,9 @@
 
 Windows of the text are decoded one after another by the shipped kernels inside Transformers, in float32, the true token
 fed whatever the model says; what each step reads is noted and then replayed, all requests side by side, through the
-shipped device pool. Shares are of all KV pages of the requests; the first step, which fills the pool, is not counted.
+shipped device pool, and through the directory of a device that ranks by itself (`directory`: the slots read longest
+ago go, and none that was read in the last step). Shares are of all KV pages of the requests; the first step, which
+fills the pool, is not counted, and the second half of the steps also by itself: the directory gives few slots a step.
 """
 
 import argparse
@@ -15,7 +17,15 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.report import markdown_table, save
-from benchmarks.tiers.traces import Trace, layer_pages, model_and_tokens, record_windows, replay
+from benchmarks.tiers.traces import (
+    PoolUse,
+    Trace,
+    layer_pages,
+    model_and_tokens,
+    record_windows,
+    replay,
+    replay_directory,
+)
 from vllm_hybrid_sparse.config import DEVICE_EVICTIONS, HybridSparseConfig
 from vllm_hybrid_sparse.memory.device_pool import PoolShape
 from vllm_hybrid_sparse.values import PAGE_TOKENS
@@ -32,6 +42,22 @@ def rows_of(traces: list[Trace], policy: str, pages: int, shares: list[float], p
     layers, steps = len(traces[0][0]), len(traces[0])
     microbatch_pages = HybridSparseConfig(**POLICIES[policy]).selection.microbatch_pages
     rows = []
+
+    def row(pool: str, eviction: str, use: PoolUse) -> dict[str, Any]:
+        return {
+            "policy": policy,
+            "pool_share": share,
+            "pool_pages": int(share * pages),
+            "pool": pool,
+            "eviction": eviction,
+            "hit_rate": use.hit_rate,
+            "late_hit_rate": use.late_hit_rate,
+            "wanted_pages": use.wanted_pages,
+            "fetched_pages": use.wanted_pages - use.hit_pages,
+            "evicted_pages": use.evicted_pages,
+            "fetched_bytes_per_step": (use.wanted_pages - use.hit_pages) * page_bytes / (steps - 1),
+        }
+
     for share in tqdm(shares, desc=f"replaying {policy}", unit="share"):
         for unified, eviction in POOLS:
             shape = PoolShape(
@@ -43,20 +69,8 @@ def rows_of(traces: list[Trace], policy: str, pages: int, shares: list[float], p
                 unified=unified,
             )
             use = replay(traces, shape, microbatch_pages)
-            rows.append(
-                {
-                    "policy": policy,
-                    "pool_share": share,
-                    "pool_pages": shape.capacity_pages,
-                    "pool": "unified" if unified else "per_layer",
-                    "eviction": eviction,
-                    "hit_rate": use.hit_rate,
-                    "wanted_pages": use.wanted_pages,
-                    "fetched_pages": use.wanted_pages - use.hit_pages,
-                    "evicted_pages": use.evicted_pages,
-                    "fetched_bytes_per_step": (use.wanted_pages - use.hit_pages) * page_bytes / (steps - 1),
-                }
-            )
+            rows.append(row("unified" if unified else "per_layer", eviction, use))
+        rows.append(row("unified", "directory", replay_directory(traces, int(share * pages))))
     return rows
 
 
@@ -98,11 +112,14 @@ def table(rows: list[dict[str, Any]]) -> str:
             row["pool"],
             row["eviction"],
             f"{row['hit_rate']:.1%}",
+            f"{row['late_hit_rate']:.1%}",
             f"{row['fetched_bytes_per_step'] / 2**20:.2f}",
         )
         for row in rows
     ]
-    return markdown_table(("policy", "pool, of all pages", "pool", "eviction", "hit", "MiB fetched a step"), lines)
+    return markdown_table(
+        ("policy", "pool, of all pages", "pool", "eviction", "hit", "in the second half", "MiB fetched a step"), lines
+    )
 
 
 if __name__ == "__main__":

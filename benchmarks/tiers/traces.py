@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -14,8 +15,11 @@ from benchmarks.accuracy.answers import Prefill
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
+from vllm_hybrid_sparse.kernels.page_directory import reference
+from vllm_hybrid_sparse.memory.device_directory import DeviceDirectory
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
 from vllm_hybrid_sparse.memory.page_keys import page_numbers
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 Trace = list[list[list[list[int]]]]
 """[steps][layers][kv_heads][pages]: pages of one request in the order of reading, the retained set first."""
@@ -28,11 +32,18 @@ class PoolUse:
     wanted_pages: int
     hit_pages: int
     evicted_pages: int
+    late_wanted_pages: int = 0  # of them, those of the second half of the steps
+    late_hit_pages: int = 0
 
     @property
     def hit_rate(self) -> float:
         """Share of the pages that were there."""
         return self.hit_pages / self.wanted_pages if self.wanted_pages else float("nan")
+
+    @property
+    def late_hit_rate(self) -> float:
+        """The same of the second half of the steps."""
+        return self.late_hit_pages / self.late_wanted_pages if self.late_wanted_pages else float("nan")
 
 
 def record(prefill: Prefill, decoded: torch.Tensor, settings: HybridSparseConfig) -> Trace:
@@ -112,17 +123,69 @@ def replay(traces: Sequence[Trace], shape: PoolShape, microbatch_pages: int) -> 
     """
     pool = DevicePool(shape)
     apart = pages_apart(traces)
-    wanted = hits = evicted = 0
+    counts, evicted = [], 0
     for number, steps in enumerate(zip(*traces, strict=True)):
         if number == 1:
-            wanted, hits, evicted = 0, 0, pool.evictions
-        for layer in range(shape.layers):
-            for request, step in enumerate(steps):
-                pages, found = read_pages(pool, layer, request * apart, step[layer], microbatch_pages)
-                wanted += pages
-                hits += found
+            evicted = pool.evictions
+        counts.append(
+            np.sum(
+                [
+                    read_pages(pool, layer, request * apart, step[layer], microbatch_pages)
+                    for layer in range(shape.layers)
+                    for request, step in enumerate(steps)
+                ],
+                axis=0,
+            )
+        )
     pool.check_integrity()
-    return PoolUse(wanted_pages=wanted, hit_pages=hits, evicted_pages=pool.evictions - evicted)
+    return _use(counts, pool.evictions - evicted)
+
+
+def _use(counts: Sequence[NDArray[np.int64]], evicted_pages: int) -> PoolUse:
+    """counts: of each step, pages that were wanted and those that were found."""
+    wanted, hits = np.sum(counts[1:], axis=0).tolist()
+    late_wanted, late_hits = np.sum(counts[len(counts) // 2 :], axis=0).tolist()
+    return PoolUse(
+        wanted_pages=wanted,
+        hit_pages=hits,
+        evicted_pages=evicted_pages,
+        late_wanted_pages=late_wanted,
+        late_hit_pages=late_hits,
+    )
+
+
+def replay_directory(traces: Sequence[Trace], capacity_pages: int) -> PoolUse:
+    """The same from slots of which the device's own directory says what they hold, all requests in one look.
+
+    Every page counts as full. Evictions are counted as slots that no longer hold what they did a step before.
+    """
+    layers, kv_heads = len(traces[0][0]), len(traces[0][0][0])
+    apart, rows = pages_apart(traces), len(traces)
+    directory = DeviceDirectory(
+        layers, kv_heads, rows * apart, 1, capacity_pages, torch.device("cpu"), kernels=reference
+    )
+    blocks = torch.arange(rows * apart, dtype=torch.int32).view(rows, apart)
+    lengths, none = torch.full((rows,), apart * PAGE_TOKENS, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    counts, evicted, held = [], 0, directory.state.pages.clone()
+    for number, steps in enumerate(zip(*traces, strict=True)):
+        directory.begin_step([])
+        now = directory.state.pages.clone()
+        evicted += int(((held >= 0) & (now != held)).sum()) if number > 1 else 0
+        held, wanted, hits = now, 0, 0
+        for layer in range(layers):
+            lists = [[torch.tensor(head) for head in step[layer]] for step in steps]
+            listed = torch.tensor([[len(head) for head in row] for row in lists], dtype=torch.int32)
+            most = int(listed.max())
+            order = torch.zeros(rows, kv_heads, most, dtype=torch.int64)
+            for row, of_row in enumerate(lists):
+                for head, pages in enumerate(of_row):
+                    order[row, head, : len(pages)] = pages
+            found = directory.look_up(layer, blocks, lengths, none, listed, order, first_page=0, most=most)
+            wanted += int(listed.sum())
+            hits += int((found.slots[torch.arange(most) < listed[..., None]] >= 0).sum())
+        counts.append(np.array([wanted, hits]))
+    reference.check_integrity(directory.state)
+    return _use(counts, evicted)
 
 
 def layer_pages(traces: Sequence[Trace]) -> list[float]:

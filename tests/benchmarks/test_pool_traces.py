@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.tiers.pool_hit_rate import table
-from benchmarks.tiers.traces import Trace, layer_pages, replay
+from benchmarks.tiers.traces import Trace, layer_pages, replay, replay_directory
 from vllm_hybrid_sparse.memory.device_pool import PoolShape
 
 
@@ -45,11 +45,33 @@ def test_requests_share_no_page() -> None:
     assert replay([trace, trace], shape(3), microbatch_pages=2).hit_rate < 1.0
 
 
+def test_the_directory_finds_what_fits_from_the_second_step_on() -> None:
+    trace: Trace = [[[[0, 1], [2]], [[0], [1, 2, 3]]]] * 12
+    use = replay_directory([trace, trace], 128)
+    assert (use.wanted_pages, use.hit_pages) == (11 * 2 * 7, 11 * 2 * 7)
+    assert use.late_hit_rate == 1.0
+
+
+def test_the_directory_keeps_what_it_has_of_a_cycle_longer_than_the_pool() -> None:
+    trace: Trace = [[[list(range(64))]]] * 40
+    use = replay_directory([trace], 32)
+    assert use.late_wanted_pages == 20 * 64
+    assert use.late_hit_rate == pytest.approx(28 / 64, abs=4 / 64)  # but for the reserve
+    assert replay([trace], shape(32), microbatch_pages=8).hit_rate == 0.0
+
+
 def test_pages_are_counted_by_layer() -> None:
     trace: Trace = [[[[0], [1, 2]], [[0, 1, 2], []]], [[[0], [1]], [[0], []]]]
     assert layer_pages([trace, trace]) == [5.0, 4.0]
 
 
 def test_the_table_has_a_line_a_row() -> None:
-    row = {"policy": "p", "pool_share": 0.1, "pool": "unified", "eviction": "lru", "hit_rate": 0.5}
+    row = {
+        "policy": "p",
+        "pool_share": 0.1,
+        "pool": "unified",
+        "eviction": "lru",
+        "hit_rate": 0.5,
+        "late_hit_rate": 0.25,
+    }
     assert "50.0%" in table([{**row, "fetched_bytes_per_step": 2**20}]).splitlines()[2]

@@ -47,10 +47,10 @@ def score_codes(query: Tensor, codes: Tensor, blocks: Tensor, candidates: Tensor
     return code_scores.score_codes(query, codes, blocks, candidates, **numbers).float()
 
 
-def order_pages(scores: Tensor, kv_heads: int, retained_lse: Tensor) -> Tensor:
+def order_pages(scores: Tensor, kv_heads: int, retained_lse: Tensor, most: int) -> Tensor:  # noqa: ARG001  (all are)
     """Candidates by group score, [rows, kv_heads, candidates] int64."""
-    rows, q_heads, most = scores.shape
-    order = torch.arange(most).expand(rows, kv_heads, most).clone()
+    rows, q_heads, num = scores.shape
+    order = torch.zeros(rows, kv_heads, num, dtype=torch.int64)
     for row, head, heads in _groups(rows, kv_heads, q_heads):
         of_group = scores[row, heads]
         listed = of_group[:, of_group[0] > -torch.inf]

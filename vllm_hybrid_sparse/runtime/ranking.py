@@ -261,7 +261,7 @@ class DeviceRanking:
             scale=scale,
             code_bits=self._codes.code_bits,
         )
-        order = self._kernels.order_pages(scores, self._kv_heads, retained_lse)
+        order = self._kernels.order_pages(scores, self._kv_heads, retained_lse, rows.most_budget)
         return OrderedPages(order, scores, rows.candidates, rows.budgets)
 
     def last_pages(self) -> dict[tuple[int, int], list[int]]:

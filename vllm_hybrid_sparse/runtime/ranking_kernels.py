@@ -28,8 +28,8 @@ class RankingKernels(Protocol):
     def score_codes(self, query: Tensor, codes: Tensor, blocks: Tensor, candidates: Tensor, **numbers: Any) -> Tensor:
         """What candidates are estimated to weigh: kernels/code_scores/gpu.py, of queries as they are."""
 
-    def order_pages(self, scores: Tensor, kv_heads: int, retained_lse: Tensor) -> Tensor:
-        """Candidates by group score: `group_scores` and `rank_pages` of kernels/score/gpu.py."""
+    def order_pages(self, scores: Tensor, kv_heads: int, retained_lse: Tensor, most: int) -> Tensor:
+        """The best candidates by group score, `most` of them at the least: kernels/score/gpu.py."""
 
     def attend_listed(
         self,

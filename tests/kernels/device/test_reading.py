@@ -94,6 +94,23 @@ def test_a_plan_without_a_threshold_is_the_budget(device: torch.device) -> None:
     assert counts == [290, 290, 1, 1, 0, 0, 1, 1]
 
 
+def test_an_order_may_list_no_more_than_the_budgets(device: torch.device) -> None:
+    pages = make_pages([600, 40, 0], 3, budgets=[30, 2, 0])
+    whole, short = (
+        plan_reading(to_device(listed, device), torch.zeros(3, 6, device=device), threshold=1.0, microbatch_pages=8)
+        for listed in (pages, pages._replace(order=pages.order[:, :, :30].contiguous()))
+    )
+    assert torch.equal(whole.counts, short.counts)
+    assert torch.equal(whole.log_unread, short.log_unread)
+    with pytest.raises(KernelError, match="order=700 pages: must be at most the 600 of scores"):
+        plan_reading(
+            to_device(pages._replace(order=torch.zeros(3, KV_HEADS, 700, dtype=torch.int64)), device),
+            torch.zeros(3, 6, device=device),
+            threshold=1.0,
+            microbatch_pages=8,
+        )
+
+
 def test_a_plan_reads_nothing_where_the_retained_set_is_enough_and_everything_where_it_takes_all(
     device: torch.device,
 ) -> None:

@@ -107,6 +107,12 @@ def test_equal_scores_rank_by_page(device: torch.device) -> None:
     assert score.rank_pages(scores).flatten().tolist() == [1, 2, 0, 4, 3]
 
 
+def test_the_best_pages_are_those_that_rank_first(device: torch.device) -> None:
+    scores = torch.randn(2, 3, 40, device=device)
+    scores[1, :, 25:] = -torch.inf
+    assert torch.equal(score.best_pages(scores, 20), score.rank_pages(scores)[:, :, :20])
+
+
 def test_a_head_without_weight_does_not_decide(device: torch.device) -> None:
     """Group scores are shares: a head whose scores are all large but equal leaves the choice to the other."""
     page_scores = torch.tensor([[[50.0, 50.0, 50.0], [0.0, 5.0, 1.0]]], device=device)

@@ -58,6 +58,7 @@ def plan_reading(pages: OrderedPages, retained_lse: Tensor, *, threshold: float,
             plan.log_unread,
             plan.kept,
             most,
+            pages.order.shape[2],
             step,
             threshold,
             group=group,
@@ -145,6 +146,7 @@ def read_on(
         tables.first_entry,
         tables.store_pages,
         most,
+        pages.order.shape[2],
         microbatch_pages,
         scale,
         threshold,
@@ -169,7 +171,9 @@ def _check_pages(pages: OrderedPages) -> tuple[int, int, int, int]:
     device = pages.scores.device
     check_tensor("scores", pages.scores, torch.float32, (None, None, None), device)
     rows, q_heads, most = pages.scores.shape
-    check_tensor("order", pages.order, torch.int64, (rows, None, most), device)
+    check_tensor("order", pages.order, torch.int64, (rows, None, None), device)
+    if pages.order.shape[2] > most:
+        raise KernelError(f"order={pages.order.shape[2]} pages: must be at most the {most} of scores")
     check_tensor("candidates", pages.candidates, torch.int32, (rows,), device)
     check_tensor("budgets", pages.budgets, torch.int32, (rows,), device)
     return rows, q_heads, most, pages.order.shape[1]
@@ -221,7 +225,7 @@ def _count(numbers, further, stops, looks):
     tl.atomic_add(numbers + 5, looks)
 
 
-@triton.jit(do_not_specialize=["most", "step"])  # `most` grows with contexts, and would be compiled anew
+@triton.jit(do_not_specialize=["most", "listed", "step"])  # which grow with contexts: not to be compiled anew
 def _plan_kernel(
     scores,
     order,
@@ -233,6 +237,7 @@ def _plan_kernel(
     log_unread,
     kept,
     most,
+    listed,
     step,
     threshold,
     group: tl.constexpr,
@@ -274,7 +279,7 @@ def _plan_kernel(
     while (count < budget) & (share <= threshold):
         some = count + tl.arange(0, block_step)
         is_page = (tl.arange(0, block_step) < step) & (some < budget)
-        page = tl.load(order + unit * most + some, mask=is_page, other=0)
+        page = tl.load(order + unit * listed + some, mask=is_page, other=0)
         taken = _taken(scores, states, is_head, page, is_page, base, most)
         unread = tl.maximum(unread - taken, 0.0)
         expected += taken
@@ -288,7 +293,7 @@ def _plan_kernel(
     tl.store(kept + unit, share)
 
 
-@triton.jit(do_not_specialize=["blocks_row_stride", "first_page", "first_entry", "most", "microbatch"])
+@triton.jit(do_not_specialize=["blocks_row_stride", "first_page", "first_entry", "most", "listed", "microbatch"])
 def _read_on_kernel(
     query,
     k_pool,
@@ -319,6 +324,7 @@ def _read_on_kernel(
     first_entry,
     store_pages,
     most,
+    listed,
     microbatch,
     scale,
     threshold,
@@ -362,7 +368,7 @@ def _read_on_kernel(
             for start in range(count, end, tile):
                 some = start + tl.arange(0, tile)
                 is_page = some < end
-                candidate = tl.load(order + unit * most + some, mask=is_page, other=0)
+                candidate = tl.load(order + unit * listed + some, mask=is_page, other=0)
                 unread = tl.maximum(unread - _taken(scores, states, is_head, candidate, is_page, base, most), 0.0)
                 page = _store_page(blocks + row * blocks_row_stride, first_page + candidate, is_page, pages_per_block)
                 entry = first_entry + kv_head.to(tl.int64) * store_pages + page

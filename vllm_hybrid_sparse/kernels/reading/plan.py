@@ -9,10 +9,10 @@ from torch import Tensor
 class OrderedPages(NamedTuple):
     """The candidates of each group as they are to be read, and where to find one."""
 
-    order: Tensor  # [rows, kv_heads, most] int64, candidates from 0: of `score.gpu.rank_pages`
+    order: Tensor  # [rows, kv_heads, listed] int64, candidates from 0; `score.gpu.rank_pages`, or `best_pages`
     scores: Tensor  # [rows, q_heads, most] f32, log of the weight that each candidate is estimated to have; -inf: none
     candidates: Tensor  # [rows] int32, 0 to most
-    budgets: Tensor  # [rows] int32, how many may be read, 0 to candidates
+    budgets: Tensor  # [rows] int32, how many may be read, 0 to candidates, and to those listed
 
 
 class PageTables(NamedTuple):

@@ -94,6 +94,18 @@ def group_scores(page_scores: Tensor, kv_heads: int, retained_lse: Tensor | None
     return best
 
 
+def best_pages(scores: Tensor, count: int) -> Tensor:
+    """Indices of some pages of the highest group scores, the highest first; of ties any.
+
+    It is for budgets, which are a small part of the pages: sorting them all would take far longer (not measured).
+
+    scores     [rows, kv_heads, pages]   f32
+    count      1 to pages
+    returns    [rows, kv_heads, count]   int64
+    """
+    return scores.topk(count, dim=-1).indices
+
+
 def rank_pages(scores: Tensor) -> Tensor:
     """Indices of the pages by descending group score, ties by the lower index; pages that are none come last.
 
