@@ -1,4 +1,4 @@
-"""Thousands of requests over slots of which a directory alone says what they hold: nothing is stale, no slot is lost."""
+"""Thousands of requests over slots of which a directory alone says what they hold: nothing stale, no slot lost."""
 
 import random
 from collections import deque

