@@ -31,7 +31,7 @@ LayerCall stored_rows(uintptr_t kv, int64_t block_stride, uintptr_t query, int64
 // Bytes a second that all threads of the pool read together: [address, address + bytes) once, in pieces of `piece` bytes
 // one after the other, or in random order.
 double read_bandwidth(ThreadPool& pool, uintptr_t address, int64_t bytes, int64_t piece, bool shuffled) {
-  const Kernels& kernels = *find_isa("auto").by_dtype[static_cast<int>(DType::f32)];
+  const Kernels& kernels = find_isa("auto").by_dtype[static_cast<int>(DType::f32)];
   constexpr int64_t kTaskBytes = 1 << 20;
   constexpr int64_t kBytesAhead = 8192;  // fetched that far ahead; beyond it this grows no faster
   std::vector<const char*> pieces;
@@ -72,8 +72,8 @@ NB_MODULE(_native, m) {
 
   m.def("supported_isas", [] {
     std::vector<std::string> names;
-    for (const Isa* isa : isas())
-      if (isa->runs_here()) names.emplace_back(isa->name);
+    for (const Isa& isa : isas())
+      if (isa.runs_here()) names.emplace_back(isa.name);
     return names;
   }, "Instruction sets that this machine runs, best first.");
   m.def("openmp_is_loaded", &ThreadPool::openmp_is_loaded);

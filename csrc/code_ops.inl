@@ -1,6 +1,6 @@
 // Key codes: one or two bits a dimension of every key, rotated and less its page's mean, from which each token's score is
 // estimated without bias (RaBitQ: Gao and Long, 2024, and its extension to more bits), and from these the page's weight.
-// Included inside the namespace and target region of one instruction set, before page_ops.inl. From its vec_*.inl come the
+// Included inside the namespace and target region of one instruction set, before score_ops.inl and page_ops.inl. From its vec_*.inl come the
 // products of bytes: vb (64 bytes) and vs (their products summed by token).
 
 inline constexpr int kScorePages = 4;  // pages scored together,

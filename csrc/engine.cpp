@@ -31,7 +31,7 @@ CandidatePages Selection::candidates(int seq_len) const {
 }
 
 Engine::Engine(const Geometry& geometry, const Isa& isa, ThreadPool& pool)
-    : geometry_(geometry), isa_(isa), kernels_(*isa.by_dtype[static_cast<int>(geometry.layout.dtype)]), pool_(pool) {}
+    : geometry_(geometry), isa_(isa), kernels_(isa.by_dtype[static_cast<int>(geometry.layout.dtype)]), pool_(pool) {}
 
 void Engine::forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca,
                      FluxionLayer* fluxion) {

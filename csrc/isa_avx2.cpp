@@ -15,6 +15,7 @@ namespace hybrid_sparse {
 static bool runs_here() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
-extern const Isa isa_avx2;
-const Isa isa_avx2 = {"avx2", runs_here, {&kKernels<Bf16>, &kKernels<F16>, &kKernels<F32>}};
+Isa avx2() {
+  return {"avx2", runs_here, {kKernels<Bf16>, kKernels<F16>, kKernels<F32>}};
+}
 }  // namespace hybrid_sparse

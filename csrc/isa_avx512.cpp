@@ -15,6 +15,7 @@ namespace hybrid_sparse {
 static bool runs_here() {
   return has_avx512();
 }
-extern const Isa isa_avx512;
-const Isa isa_avx512 = {"avx512", runs_here, {&kKernels<Bf16>, &kKernels<F16>, &kKernels<F32>}};
+Isa avx512() {
+  return {"avx512", runs_here, {kKernels<Bf16>, kKernels<F16>, kKernels<F32>}};
+}
 }  // namespace hybrid_sparse

@@ -17,6 +17,7 @@ namespace hybrid_sparse {
 static bool runs_here() {
   return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
-extern const Isa isa_avx512_bf16;
-const Isa isa_avx512_bf16 = {"avx512_bf16", runs_here, {&kKernels<Bf16Dot>, &kKernels<F16>, &kKernels<F32>}};
+Isa avx512_bf16() {
+  return {"avx512_bf16", runs_here, {kKernels<Bf16Dot>, kKernels<F16>, kKernels<F32>}};
+}
 }  // namespace hybrid_sparse

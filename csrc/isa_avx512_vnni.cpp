@@ -1,4 +1,4 @@
-// The kernels for AVX-512 with products of bytes, and bf16 widened instead of multiplied as it is.
+// AVX-512 with products of bytes, and bf16 widened instead of multiplied as it is: what multiplies bytes, and else the kernels for AVX-512.
 #include "isa.h"
 
 #pragma GCC push_options
@@ -7,7 +7,9 @@
 namespace hybrid_sparse {
 namespace {
 #include "vec_avx512.inl"
-#include "kernels.inl"
+#include "traits.inl"
+#include "code_ops.inl"
+#include "score_ops.inl"
 }  // namespace
 }  // namespace hybrid_sparse
 #pragma GCC pop_options
@@ -16,6 +18,13 @@ namespace hybrid_sparse {
 static bool runs_here() {
   return has_avx512() && __builtin_cpu_supports("avx512vnni");
 }
-extern const Isa isa_avx512_vnni;
-const Isa isa_avx512_vnni = {"avx512_vnni", runs_here, {&kKernels<Bf16>, &kKernels<F16>, &kKernels<F32>}};
+Isa avx512_vnni() {
+  Isa isa = avx512();
+  isa.name = "avx512_vnni";
+  isa.runs_here = runs_here;
+  isa.by_dtype[static_cast<int>(DType::bf16)].score = score<Bf16>;
+  isa.by_dtype[static_cast<int>(DType::f16)].score = score<F16>;
+  isa.by_dtype[static_cast<int>(DType::f32)].score = score<F32>;
+  return isa;
+}
 }  // namespace hybrid_sparse

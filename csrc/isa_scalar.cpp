@@ -12,6 +12,7 @@ namespace hybrid_sparse {
 static bool runs_here() {
   return true;
 }
-extern const Isa isa_scalar;
-const Isa isa_scalar = {"scalar", runs_here, {&kKernels<Bf16>, &kKernels<F16>, &kKernels<F32>}};
+Isa scalar() {
+  return {"scalar", runs_here, {kKernels<Bf16>, kKernels<F16>, kKernels<F32>}};
+}
 }  // namespace hybrid_sparse

@@ -135,13 +135,20 @@ struct Kernels {
 struct Isa {
   const char* name;
   bool (*runs_here)();
-  const Kernels* by_dtype[3];  // indexed by DType
+  Kernels by_dtype[3];  // indexed by DType
 };
+
+// One per isa_*.cpp.
+Isa avx512_bf16();
+Isa avx512_vnni();
+Isa avx512();
+Isa avx2();
+Isa scalar();
 
 // Whether a bf16 dot product takes less than the two FMAs that would do its work; measured, in less than 0.1 ms. Only where there are any.
 bool bf16_dot_is_fast();
 // Best first.
-const std::vector<const Isa*>& isas();
+const std::vector<Isa>& isas();
 // "auto" or a name; throws std::invalid_argument naming the valid ones.
 const Isa& find_isa(const std::string& name);
 

@@ -3,6 +3,14 @@
 #include "attend.inl"
 #include "salience.inl"
 #include "code_ops.inl"
+#include "score_ops.inl"
 #include "block_ops.inl"
 #include "dense_layer.inl"
 #include "page_ops.inl"
+
+template <class T>
+inline constexpr Kernels kKernels = {
+    query_bytes<T>, prepare_query<T>, summary_query_bytes<T>, prepare_summary_query<T>, attend<T, false>, attend<T, true>,
+    score<T>,       group_scores,     bucket_scores,          take_near,                write_page<T>,    summarize<T>,
+    copy_token<T>,  log_sum_exp,      blend_weights,          store_row<T>,             stream,           score_blocks<T>,
+    dense_layer,    to_float<T>,      page_norms<T>};

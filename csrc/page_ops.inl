@@ -1,5 +1,5 @@
-// Operations on single pages: write, summarise, score; and the conversions of query and output rows.
-// Included inside the namespace and target region of one instruction set, after traits.inl.
+// Operations on single pages: write, summarise; on their scores; and the conversions of query and output rows.
+// Included inside the namespace and target region of one instruction set, after code_ops.inl.
 
 template <class T>
 static int64_t query_bytes(int head_dim) {
@@ -39,144 +39,6 @@ static void prepare_summary_query(const void* query, const Layout& layout, float
       T::store_operands(out + head_dim + d, min(q, zero()));
     } else {
       T::store_operands(out + d, q);
-    }
-  }
-}
-
-// A run of dims of `Pages` summaries from the tile's `first_page` on, times the rows' operands; `Last` is half of one.
-template <class T, int Rows, int Pages, bool Last>
-[[gnu::always_inline]]
-static inline void add_run(const char* summaries, int64_t bytes, const typename T::Operand* const* queries, int element,
-                           const SummariesAhead& ahead, int first_page, vf (&acc)[Rows][Pages]) {
-  const int64_t at = element * static_cast<int64_t>(sizeof(typename T::Element));
-  typename T::Run run[Pages];
-  for (int p = 0; p < Pages; ++p) {
-    const char* from = summaries + (first_page + p) * bytes + at;
-    if constexpr (Last)
-      run[p] = T::load_half_run(from);
-    else
-      run[p] = T::load_run(from);
-    if (ahead) prefetch(ahead.page(first_page + p) + at);
-  }
-  for (int r = 0; r < Rows; ++r) {
-    typename T::Run q;
-    if constexpr (Last)
-      q = T::load_half_operands(queries[r] + element);
-    else
-      q = T::load_operands(queries[r] + element);
-    for (int p = 0; p < Pages; ++p) acc[r][p] = T::multiply_run(acc[r][p], run[p], q);
-  }
-}
-
-// Rows against `Pages` summaries that lie one after another, in whole runs but for the `Last`. As many at once as leave the sums in
-// registers; a choice of variant at run time inside the loop makes GCC store them in memory, too, in every turn.
-template <class T, int Rows, int Pages, bool Last>
-static inline void score_tile(const ScoreArgs& args, const void* const* rows, const char* summaries, const SummariesAhead& ahead,
-                              float* scores) {
-  using Operand = typename T::Operand;
-  constexpr int kAtOnce = Pages < kPagesAtOnce ? Pages : kPagesAtOnce;
-  const int64_t bytes = args.table.summary_bytes;
-  const int whole = args.summary_elements / T::run_elements * T::run_elements;
-  const Operand* queries[Rows];
-  for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const Operand*>(rows[r]);
-  vf by_lane[kScoreRows][kScorePages];
-  for (int r = 0; r < kScoreRows; ++r)
-    for (int p = r < Rows ? Pages : 0; p < kScorePages; ++p) by_lane[r][p] = zero();
-  for (int page = 0; page < Pages; page += kAtOnce) {
-    vf acc[Rows][kAtOnce];
-    for (int r = 0; r < Rows; ++r)
-      for (int p = 0; p < kAtOnce; ++p) acc[r][p] = zero();
-    for (int element = 0; element < whole; element += T::run_elements)
-      add_run<T, Rows, kAtOnce, false>(summaries, bytes, queries, element, ahead, page, acc);
-    if constexpr (Last) add_run<T, Rows, kAtOnce, true>(summaries, bytes, queries, whole, ahead, page, acc);
-    for (int r = 0; r < Rows; ++r)
-      for (int p = 0; p < kAtOnce; ++p) by_lane[r][page + p] = acc[r][p];
-  }
-  sum_lanes<Rows, Pages>(by_lane, args.scale, scores, args.row_stride);
-}
-
-template <class T, int Rows, int Pages>
-static inline void score_row_tile(const ScoreArgs& args, const void* const* queries, int rows, const char* summaries,
-                                  const SummariesAhead& ahead, float* scores) {
-  if (rows == Rows) {
-    if (args.summary_elements % T::run_elements == 0)
-      score_tile<T, Rows, Pages, false>(args, queries, summaries, ahead, scores);
-    else if constexpr (T::run_elements > 16)
-      score_tile<T, Rows, Pages, true>(args, queries, summaries, ahead, scores);
-  } else if constexpr (Rows > 1) {
-    score_row_tile<T, Rows - 1, Pages>(args, queries, rows, summaries, ahead, scores);
-  }
-}
-
-// The pages [first_page, first_page + num_pages) of a call; `means` and `steps` as in ScoreArgs::scratch. Of the block that is
-// fetched ahead both halves at a time, where tiles fill it; and the first lines of the one after it, for their addresses.
-template <class T>
-static void score_chunk(const ScoreArgs& args, int first_page, int num_pages, float* means, float* steps) {
-  constexpr int64_t kBytesAhead = 8192;
-  const PageTable& table = args.table;
-  const CodeTileArgs code_args = {args.head_dim, args.code_bits, args.row_stride};
-  const int per_block = table.pages_per_block;
-  const int64_t head_bytes = per_block * table.summary_bytes;
-  const int64_t half_block = args.heads * head_bytes / 2;
-  const bool by_halves = per_block % kScorePages == 0;
-  const int blocks_ahead = static_cast<int>((kBytesAhead - 1) / (2 * half_block)) + 1;
-  const int last_block = (args.page_begin + args.num_pages - 1) / per_block;
-  const auto summaries_of = [&](int block) { return table.summaries + table.block_table[block] * table.block_stride; };
-  int done = 0;
-  int first = first_page % per_block;
-  for (int block = first_page / per_block; done < num_pages; ++block, first = 0) {
-    const char* here = summaries_of(block);
-    const char* soon = block + blocks_ahead <= last_block ? summaries_of(block + blocks_ahead) : nullptr;
-    if (block + blocks_ahead < last_block) {
-      const char* later = summaries_of(block + blocks_ahead + 1);
-      prefetch(later);
-      prefetch(later + half_block);
-    }
-    const int count = per_block - first < num_pages - done ? per_block - first : num_pages - done;
-    for (int head = 0; head < args.heads; ++head) {
-      for (int i = 0; i < count;) {
-        const bool whole = count - i >= kScorePages;
-        const int64_t at = head * head_bytes + (first + i) * table.summary_bytes;
-        float* out = args.scores + head * args.head_stride + (first_page - args.page_begin) + done + i;
-        SummariesAhead ahead = {};
-        if (soon && by_halves)
-          ahead = {soon + at / 2, soon + half_block + at / 2, table.summary_bytes};
-        else if (soon)
-          ahead = {soon + at, soon + at + table.summary_bytes, 2 * table.summary_bytes};
-        for (int row = 0; row < args.rows; row += kScoreRows) {
-          const int rows = args.rows - row < kScoreRows ? args.rows - row : kScoreRows;
-          const void* const* queries = args.queries + head * args.rows + row;
-          const SummariesAhead next = row == 0 ? ahead : SummariesAhead{};
-          float* row_scores = out + row * args.row_stride;
-          if (args.code_bits > 0)
-            score_codes(code_args, queries, rows, whole, here + at, next, row_scores,
-                        means + (head * args.rows + row) * kScoreChunkPages + done + i,
-                        steps + head * kScoreChunkPages + done + i);
-          else if (whole)
-            score_row_tile<T, kScoreRows, kScorePages>(args, queries, rows, here + at, next, row_scores);
-          else
-            score_row_tile<T, kScoreRows, 1>(args, queries, rows, here + at, next, row_scores);
-        }
-        i += whole ? kScorePages : 1;
-      }
-    }
-    done += count;
-  }
-}
-
-template <class T>
-static void score(const ScoreArgs& args) {
-  if (args.code_bits == 0) return score_chunk<T>(args, args.page_begin, args.num_pages, nullptr, nullptr);
-  float* means = args.scratch;
-  float* steps = means + args.heads * args.rows * kScoreChunkPages;
-  for (int done = 0; done < args.num_pages; done += kScoreChunkPages) {
-    const int count = args.num_pages - done < kScoreChunkPages ? args.num_pages - done : kScoreChunkPages;
-    score_chunk<T>(args, args.page_begin + done, count, means, steps);
-    for (int row = 0; row < args.heads * args.rows; ++row) {
-      const int head = row / args.rows;
-      finish_codes(*static_cast<const CodeQuery*>(args.queries[row]), means + row * kScoreChunkPages,
-                   steps + head * kScoreChunkPages, count,
-                   args.scores + head * args.head_stride + (row % args.rows) * args.row_stride + done);
     }
   }
 }
@@ -315,10 +177,3 @@ static float stream(const char* bytes, int64_t size, const char* next) {
   for (int i = 1; i < 8; ++i) acc[0] = add(acc[0], acc[i]);
   return reduce_add(acc[0]);
 }
-
-template <class T>
-inline constexpr Kernels kKernels = {
-    query_bytes<T>, prepare_query<T>, summary_query_bytes<T>, prepare_summary_query<T>, attend<T, false>, attend<T, true>,
-    score<T>,       group_scores,     bucket_scores,          take_near,                write_page<T>,    summarize<T>,
-    copy_token<T>,  log_sum_exp,      blend_weights,          store_row<T>,             stream,           score_blocks<T>,
-    dense_layer,    to_float<T>,      page_norms<T>};
