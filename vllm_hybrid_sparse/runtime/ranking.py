@@ -30,7 +30,7 @@ them all are in memory then (`ranking_bytes`)."""
 
 
 def rows_at_once(seq_lens: Sequence[int]) -> list[list[int]]:
-    """Which rows of a step are computed together: all; where that takes too much memory, those of like length."""
+    """Which rows of a step are computed together, ascending: all; where that takes too much memory, those of like length."""
     pages = [-(-length // PAGE_TOKENS) for length in seq_lens]
     if len(pages) * max(pages, default=0) <= ROW_PAGES_AT_ONCE:
         return [list(range(len(pages)))] if pages else []
@@ -39,7 +39,7 @@ def rows_at_once(seq_lens: Sequence[int]) -> list[list[int]]:
         if not parts or (len(parts[-1]) + 1) * pages[parts[-1][0]] > ROW_PAGES_AT_ONCE:
             parts.append([])
         parts[-1].append(row)
-    return parts
+    return [sorted(part) for part in parts]
 
 
 def ranking_bytes(q_heads: int, kv_heads: int) -> int:

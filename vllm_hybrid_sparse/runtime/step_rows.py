@@ -60,8 +60,8 @@ class StepRows:
 
     @property
     def together(self) -> bool:
-        """Whether they follow one another in the batch."""
-        return self.tokens[-1] + 1 - self.tokens[0] == len(self.tokens)
+        """Whether they follow one another in the batch, in their order."""
+        return self.tokens == tuple(range(self.tokens[0], self.tokens[0] + len(self.tokens)))
 
     def of(self, tensor: Tensor) -> Tensor:
         """The rows of a tensor of the step's tokens; where they are `together`, in place."""
