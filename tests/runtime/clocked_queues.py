@@ -14,7 +14,17 @@ import pytest
 import torch
 
 from vllm_hybrid_sparse.memory import cuda_pool, write_through
-from vllm_hybrid_sparse.runtime import cuda, cuda_layer, gpu_ranking, predicted_rows, prefill, ranking, step, tiers
+from vllm_hybrid_sparse.runtime import (
+    cuda,
+    cuda_layer,
+    gpu_ranking,
+    predicted_rows,
+    prefill,
+    ranking,
+    residency,
+    step,
+    tiers,
+)
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 Clock = dict[int, int]  # by queue: how much of its work is behind
@@ -94,6 +104,7 @@ class ClockedMark:
             _join(self._machine.host, self.clock)
 
     def passed(self) -> bool:
+        self.wait()
         return True
 
     def seconds_since(self, _earlier: "ClockedMark") -> float:
@@ -128,7 +139,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     for module in (cuda, cuda_layer, tiers):
         monkeypatch.setattr(module, "open_queue", machine.open_queue)
-    for module in (cuda, cuda_layer, prefill, ranking, write_through):
+    for module in (cuda, cuda_layer, prefill, ranking, residency, write_through):
         monkeypatch.setattr(module, "current_queue", machine.current_queue)
 
     def wrap(module: Any, name: str, memory: Callable[..., tuple[list[Hashable], list[Hashable]]]) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.kernels.fluxion_checks import constant_predictor
@@ -177,6 +178,39 @@ def test_what_the_device_ranks_and_reads_is_there(settings: dict[str, Any], monk
     assert (stats.resident_groups > 0) is ("device_resident_share" in settings)
     assert machine.races == []
     assert machine.accesses > 50
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_slots_of_frames_are_given_back_behind_the_copies_to_them(
+    monkeypatch: pytest.MonkeyPatch, *, follows: bool
+) -> None:
+    """Of a request that ended as soon as it had entered; and it is noticed where they are given back at once."""
+    machine = watch(monkeypatch)
+    with model_of(RANKED_AND_RESIDENT, layers=2) as model:
+        one, longer = model.start(), model.start()
+        model.step([(longer, 200)], decode=False)  # more than all frames
+        model.step([(one, 150)], decode=False)
+        model.step([(one, 1)])
+        for layer, of_layer in zip(model.layers, one, strict=True):
+            layer.finish(of_layer)
+        if not follows:
+            residency = model.tier.residency
+            assert residency is not None
+            give_back = residency._slots.give_back
+            monkeypatch.setattr(residency, "_give_back", lambda: give_back(*freed(residency)))
+        another = model.start()
+        model.step([(longer, 1), (another, 150)])
+        for _ in range(3):
+            model.step([(longer, 1)])
+    assert machine.accesses > 50
+    assert bool(machine.races) is not follows, machine.races[:5]
+
+
+def freed(residency: Any) -> Any:
+    """Frames that nobody has, as slots, which are no longer frames."""
+    numbers = residency._blocks.give_up(0)
+    residency._unused += numbers
+    return np.array(numbers, dtype=np.int32) * np.int32(residency.shape.slots), residency.shape.slots
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.runtime.broken_pages import break_pages
 from tests.runtime.test_step import POLICIES, SMALL
 from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.memory.transfers import FrameFill, Loader
 from vllm_hybrid_sparse.runtime import residency
 from vllm_hybrid_sparse.runtime.residency import Residency
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
@@ -233,9 +234,87 @@ def test_a_step_that_ended_early_leaves_no_block_in_a_frame(device: str) -> None
     with model_of(device) as model:
         (one,) = begin(model, 70)
         decode(model, one)
-        of(model)._fills.popitem()  # as if one layer had not been attended
+        of(model)._entrance._fills.popitem()  # as if one layer had not been attended
         assert [decode(model, one) for _ in range(2)] == [[False], [True]]
         assert of(model).entered_blocks == 3
+
+
+class Slowly:
+    """A mark that is not passed before it is said to be."""
+
+    def __init__(self) -> None:
+        self.has_passed = False
+
+    def wait(self) -> None:
+        """Not at all."""
+
+    def passed(self) -> bool:
+        return self.has_passed
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Slowly:
+    """What stands behind the copies to frames, which are done at once; one block is waited for, more are not."""
+    monkeypatch.setattr(residency, "AWAITED_BYTES", 0)
+    fill_frames, mark = Loader._fill_frames, Slowly()
+
+    def filled(self: Loader, fill: FrameFill) -> Any:
+        fill_frames(self, fill)
+        return mark
+
+    monkeypatch.setattr(Loader, "_fill_frames", filled)
+    return mark
+
+
+@DEVICES
+def test_no_step_waits_for_many_blocks(device: str, slowly: Slowly) -> None:
+    """They stay where they are, and grow, until all but the last have arrived."""
+    with model_of(device) as model:
+        one, other = begin(model, 100, 120)
+        assert [decode(model, one) for _ in range(3)] == [[False]] * 3
+        assert decode(model, one, other) == [False, False]
+        assert of(model).entered_blocks == 0
+        slowly.has_passed = True
+        assert [decode(model, one) for _ in range(2)] == [[False], [True]]
+        assert of(model).entered_blocks == 4
+        assert [decode(model, one, other) for _ in range(3)] == [[True, False], [True, False], [True, True]]
+        assert of(model).entered_blocks == 8
+
+
+@DEVICES
+def test_requests_with_few_and_with_many_blocks_enter_in_turns(device: str, slowly: Slowly) -> None:
+    slowly.has_passed = True
+    with model_of(device) as model:
+        longer, *short = begin(model, 100, 20, 20, 20)
+        steps = [decode(model, longer, *short) for _ in range(7)]
+        assert [sum(step) for step in steps] == [0, 1, 1, 2, 3, 4, 4]
+        assert steps[-3][0]
+
+
+@DEVICES
+def test_blocks_under_way_that_others_write_are_waited_for(device: str, slowly: Slowly) -> None:
+    with model_of(device) as model:
+        (one,) = begin(model, 100)
+        assert decode(model, one) == [False]
+        model.tier.forget_blocks([one[0].blocks[1]])
+        assert of(model).entered_blocks == 3
+        assert [decode(model, one) for _ in range(3)] == [[False], [False], [False]]
+        slowly.has_passed = True
+        assert [decode(model, one) for _ in range(2)] == [[False], [True]]
+
+
+@DEVICES
+def test_what_ended_under_way_keeps_its_frames_until_it_has_arrived(device: str, slowly: Slowly) -> None:
+    with model_of(device, frames=6) as model:
+        one, other = begin(model, 150, 100)
+        assert decode(model, one) == [False]
+        frames = of(model)._blocks.frames_of(of(model)._entrance.blocks).tolist()
+        assert len(frames) == 4
+        finish(model, one)
+        assert [decode(model, other) for _ in range(2)] == [[False]] * 2
+        assert of(model)._blocks.frames_of(of(model)._entrance.blocks).tolist() == frames
+        slowly.has_passed = True
+        assert [decode(model, other) for _ in range(3)] == [[False], [False], [True]]
 
 
 def test_a_device_with_room_for_everything_has_a_frame_for_every_block() -> None:
@@ -257,7 +336,7 @@ def test_no_row_is_resident_where_no_frame_fits(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize(("device", "seed"), [("emulated", 0), ("emulated", 1), ("emulated", 2), ("cuda", 3)])
-def test_requests_that_come_and_go_as_they_like(device: str, seed: int) -> None:
+def test_requests_that_come_and_go_as_they_like(device: str, seed: int, slowly: Slowly) -> None:
     """Any order of prompts, steps with some of the requests, ends, and blocks written elsewhere, in scarce frames."""
     random = torch.Generator().manual_seed(seed)
 
@@ -267,7 +346,8 @@ def test_requests_that_come_and_go_as_they_like(device: str, seed: int) -> None:
     with model_of(device, frames=10) as model:
         running: list[list[Request]] = []
         was_resident = 0
-        for _ in range(80 if device == "emulated" else 25):
+        for _ in range(120 if device == "emulated" else 30):
+            slowly.has_passed = draw(3) == 0
             if len(running) < 4 and draw(3) == 0:
                 running += begin(model, 1 + draw(150))
             elif running and draw(8) == 0:

@@ -3,12 +3,12 @@
 Such a row costs the host nothing but its launches: it is neither scored nor ranked, no slot is looked up, and nothing
 waits for the device. All of it is read, which is exact; at a device's own bandwidth a choice would cost more than it
 spares. A row whose blocks do not all have frames is a row of two tiers as before, and where there is room its blocks
-enter frames behind the step's attention, layer by layer, so that it is resident from the next step on.
+enter frames behind the step's attention, layer by layer, so that it is resident once they have arrived: in the next
+step where they are few, and else when the copy is done, for which no step waits (`entrance.py`).
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_hybrid_sparse.errors import LoadError
 from vllm_hybrid_sparse.memory.block_frames import BlockFrames, FrameShape
 from vllm_hybrid_sparse.memory.host_pages import HostPages
-from vllm_hybrid_sparse.memory.queues import Mark, upload
-from vllm_hybrid_sparse.memory.transfers import FrameFill, Loader
+from vllm_hybrid_sparse.memory.queues import Mark, current_queue, upload
+from vllm_hybrid_sparse.memory.transfers import Loader
+from vllm_hybrid_sparse.runtime.entrance import Entering, Entrance
 from vllm_hybrid_sparse.runtime.step_rows import RankedRows, StepRows
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 IDLE_STEPS = 64
 """Steps for which the blocks of requests that ended keep their frames while a row waits that would not fit with them
 gone: then their slots serve the rows of two tiers. Reckoned, not measured."""
+
+AWAITED_BYTES = 32 << 20
+"""Of blocks that enter frames in one step and are waited for by the next: 0.6 ms over PCIe 5. Reckoned, not
+measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +45,6 @@ class ResidentRows(StepRows):
     new_frames: Tensor  # [rows] int32: where each new token is stored …
     new_places: Tensor  # [rows] int32: … and its place in the block
     ready: Mark | None  # behind what filled the frames, which the queue that reads them follows; None: they are filled
-
-
-@dataclass(frozen=True, slots=True)
-class Entering:
-    """Blocks that enter frames behind a step's attention.
-
-    What was read there before is read by then: in every layer the host has waited for the queries of the rows whose
-    blocks these are, and they come behind all that was launched in the steps before; or the copies follow a mark.
-    """
-
-    blocks: NDArray[np.int64]
-    frames: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +93,7 @@ class Residency:
         slots         who gives slots for frames; None: the loader's pool
         """
         self.shape = shape
-        self.failures: list[Exception] = []  # of loads, until they are reported
-        self.entered_blocks = 0  # since the start
-        self._loader, self._sources, self._most_frames = loader, sources, most_frames
+        self._sources, self._most_frames = sources, most_frames
         self._slots: SlotRuns = loader if slots is None else slots
         self._device = loader.pool.key.device
         pool = loader.pool
@@ -112,9 +102,20 @@ class Residency:
         self._blocks = BlockFrames(sources[0].num_pages // shape.pages_per_block, self._all_frames)
         self._unused = list(range(self._all_frames))  # those whose slots serve single pages; the last is taken first
         self._step = 0
-        self._entering: Entering | None = None
-        self._fills: dict[int, Future[Mark | None]] = {}  # of the blocks that entered in the last step, by layer
-        self._ready: Mark | None = None
+        self._entrance = Entrance(loader, shape, sources)
+        page_bytes = 2 * pool.key[0].numel() * pool.key.element_size()
+        self._most_awaited = max(1, AWAITED_BYTES // (shape.slots * page_bytes))  # blocks
+        self._last_awaited = False  # of what entered last
+
+    @property
+    def failures(self) -> list[Exception]:
+        """Of loads, until they are reported."""
+        return self._entrance.failures
+
+    @property
+    def entered_blocks(self) -> int:
+        """Blocks that entered frames since the start."""
+        return self._entrance.entered_blocks
 
     def frames(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer in all frames, [frames, kv_heads, tokens of a block, head_dim]; frames are strided."""
@@ -127,9 +128,7 @@ class Residency:
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Blocks of the host store that are written other than by resident rows: their frames hold something else."""
-        if blocks:
-            self._settle()
-            self._blocks.drop(np.array(blocks, dtype=np.int64))
+        self._drop(np.array(blocks, dtype=np.int64))
 
     def divide(
         self, tokens: Sequence[int], tables: Sequence[NDArray[np.int32]], seq_lens: Sequence[int]
@@ -143,7 +142,8 @@ class Residency:
         seq_lens   [rows]            tokens of the requests, the new one included
         """
         self._step += 1
-        self._settle()
+        self._settle(wait=False)
+        self._blocks.use(self._entrance.blocks, self._step)
         blocks = [
             np.asarray(table[: -(-seq_len // self.block_tokens)], dtype=np.int64)
             for table, seq_len in zip(tables, seq_lens, strict=True)
@@ -151,28 +151,40 @@ class Residency:
         resident = self._resident(blocks, seq_lens)
         tiered = [of_row for of_row, stays in zip(blocks, resident.tolist(), strict=True) if not stays]
         # Their new tokens are stored in the host store alone.
-        self._blocks.drop(np.array([of_row[-1] for of_row in tiered], dtype=np.int64))
-        self._entering = self._enter(tiered)
+        self._drop(np.array([of_row[-1] for of_row in tiered], dtype=np.int64))
+        entering = self._enter(tiered)
         rows = self._rows(np.flatnonzero(resident).tolist(), tokens, blocks, seq_lens) if resident.any() else None
-        return StepResidency(resident, rows, self._entering)
+        return StepResidency(resident, rows, entering)
 
     def enter(self, layer: int, entering: Entering, after: Mark | None = None) -> None:
         """Have a step's blocks enter their frames in one layer, whose host store holds the step's tokens by now.
 
         after   behind what stores them and what still reads the frames; None: nothing does
         """
-        fill = FrameFill(self._sources[layer], self.shape, layer, entering.blocks, entering.frames, after)
-        self._fills[layer] = self._loader.fill_frames(fill)
+        self._entrance.enter(layer, entering, after)
+
+    def _lacking(self, blocks: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which blocks have no frame, or one that they have not arrived in."""
+        return (self._blocks.frames_of(blocks) < 0) | self._entrance.under_way(blocks)
+
+    def _drop(self, blocks: NDArray[np.int64]) -> None:
+        """Forget blocks, whose frames others may have; what is still on its way to them is waited for."""
+        if self._entrance.under_way(blocks).any():
+            self._settle(wait=True)
+        self._blocks.drop(blocks)
+
+    def _settle(self, *, wait: bool) -> None:
+        self._blocks.drop(self._entrance.settle(wait=wait))
 
     def _resident(self, blocks: Sequence[NDArray[np.int64]], seq_lens: Sequence[int]) -> NDArray[np.bool_]:
         """Which rows have frames for all of their blocks, one given to a block that begins with this step's token."""
         begins = [seq_len % self.block_tokens == 1 for seq_len in seq_lens]
         whole = [of_row[: len(of_row) - begin] for of_row, begin in zip(blocks, begins, strict=True)]
-        resident = np.array([bool((self._blocks.frames_of(of_row) >= 0).all()) for of_row in whole], dtype=np.bool_)
+        resident = np.array([not self._lacking(of_row).any() for of_row in whole], dtype=np.bool_)
         self._use(whole, resident)
         for row in np.flatnonzero(resident & np.array(begins, dtype=np.bool_)).tolist():
             tail = blocks[row][-1:]
-            self._blocks.drop(tail)  # of a request that had the block before
+            self._drop(tail)  # of a request that had the block before
             if not self._give(tail):
                 resident[row] = False
                 self._blocks.use(whole[row], self._step - 1)  # others may have its frames
@@ -184,24 +196,40 @@ class Residency:
             self._blocks.use(blocks[row], self._step)
 
     def _enter(self, blocks: Sequence[NDArray[np.int64]]) -> Entering | None:
-        """Give frames to the blocks of rows that are not resident, for as many rows as there is room."""
+        """Give frames to the blocks of rows that are not resident, for as many rows as there is room.
+
+        Where much lacks of a row its last block, which changes until it is full, waits for the others.
+        """
+        busy = len(self._entrance.blocks) > 0
+        few = [int(self._lacking(of_row).sum()) <= self._most_awaited for of_row in blocks]
+        awaited = any(few) and (all(few) or not self._last_awaited)  # in turns, where there are both
         entering, waits = [np.empty(0, dtype=np.int64)], False
-        for of_row in blocks:
-            lacking = self._blocks.frames_of(of_row) < 0
+        for of_row, is_few in zip(blocks, few, strict=True):
             if len(of_row) > self._most_frames:
                 waits = True
                 continue
-            self._blocks.use(of_row[~lacking], self._step)
-            if self._give(of_row[lacking]):
-                entering.append(of_row[lacking])
+            self._blocks.use(of_row[self._blocks.frames_of(of_row) >= 0], self._step)
+            wanted = of_row if awaited else of_row[:-1]
+            lacking = wanted[self._lacking(wanted)]
+            if (
+                busy
+                or is_few is not awaited
+                or (awaited and sum(map(len, entering)) + len(lacking) > self._most_awaited)
+            ):
+                continue
+            if self._give(lacking):
+                entering.append(lacking)
             else:
                 waits = True
-        if waits:
+        if waits and not busy:
             self._give_back()
         entered = np.concatenate(entering)
         if not len(entered):
             return None
-        return Entering(entered, self._blocks.frames_of(entered))
+        self._last_awaited = awaited
+        begun = Entering(entered, self._blocks.frames_of(entered), awaited)
+        self._entrance.begin(begun)
+        return begun
 
     def _give(self, blocks: NDArray[np.int64]) -> bool:
         """Give frames to blocks that have none, all or none of them, from slots of single pages where need be."""
@@ -226,26 +254,10 @@ class Residency:
         numbers = self._blocks.give_up(self._step - IDLE_STEPS)
         if numbers:
             firsts = np.array(numbers, dtype=np.int32) * np.int32(self.shape.slots)
+            if self._entrance.ready is not None:  # of a request that ended before its copies to them were done
+                current_queue(self._device).follow(self._entrance.ready)
             self._slots.give_back(firsts, self.shape.slots)
             self._unused += numbers
-
-    def _settle(self) -> None:
-        """Wait until what entered in the last step is launched; what could not be loaded has no frames."""
-        entering, self._entering = self._entering, None
-        if entering is None:
-            return
-        fills, self._fills = self._fills, {}
-        complete = len(fills) == self.shape.layers  # a step that failed was not attended in all layers
-        for fill in fills.values():
-            try:
-                self._ready = fill.result()
-            except LoadError as error:
-                self.failures.append(error)
-                complete = False
-        if complete:
-            self.entered_blocks += len(entering.blocks)
-        else:
-            self._blocks.drop(entering.blocks)
 
     def _rows(
         self,
@@ -272,5 +284,5 @@ class Residency:
             frames=on_device[0],
             new_frames=on_device[1],
             new_places=on_device[2],
-            ready=self._ready,
+            ready=self._entrance.ready,
         )

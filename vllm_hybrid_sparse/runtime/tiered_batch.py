@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.runtime.entrance import Entering
 from vllm_hybrid_sparse.runtime.readings import ReadingWave
-from vllm_hybrid_sparse.runtime.residency import Divide, Entering, ResidentRows
+from vllm_hybrid_sparse.runtime.residency import Divide, ResidentRows
 from vllm_hybrid_sparse.runtime.step_rows import RankedRows
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
