@@ -30,7 +30,7 @@ them all are in memory then (`ranking_bytes`)."""
 
 
 def rows_at_once(seq_lens: Sequence[int]) -> list[list[int]]:
-    """Which rows of a step are computed together, ascending: all, or those of like length if that takes too much memory."""
+    """Which rows of a step are computed together, ascending: all, or those of like length if all are too many."""
     pages = [-(-length // PAGE_TOKENS) for length in seq_lens]
     if len(pages) * max(pages, default=0) <= ROW_PAGES_AT_ONCE:
         return [list(range(len(pages)))] if pages else []

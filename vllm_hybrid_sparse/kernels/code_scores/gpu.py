@@ -109,7 +109,7 @@ def _for_tokens(of_pages):
     return tl.reshape(by_page, (_TILE_PAGES * _PAGE_TOKENS,))
 
 
-@triton.jit(do_not_specialize=["first_page", "most"])
+@triton.jit(do_not_specialize=["blocks_row_stride", "first_page", "most"])
 def _score_codes_kernel(
     levels,
     units,

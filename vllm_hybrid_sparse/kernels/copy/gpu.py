@@ -13,6 +13,11 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 _PAGE_TOKENS = tl.constexpr(PAGE_TOKENS)
 
+_PROGRAMS = 64
+"""For K, and as many for V, that move pages one after another: 512 KiB are on their way with pages of 128 dims in bf16,
+where the link needs some 100 KiB; with a program a page the kernels of a step would wait for places on the device.
+Reckoned, not tuned on a GPU."""
+
 
 def load_pages(host: Tensor, page_offsets: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
     """Copy whole pages from the host store to slots (PSA, Algorithm 1, line 9), without copy engine or staging area.
@@ -47,12 +52,13 @@ def _move_pages(
     check_tensor("slots", slots, torch.int32, (pages,), device)
     if pages == 0:
         return
-    _move_pages_kernel[(pages, 2)](
+    _move_pages_kernel[(min(pages, _PROGRAMS), 2)](
         host,
         page_offsets,
         slots,
         k_pool,
         v_pool,
+        pages,
         head_dim=head_dim,
         pack=packed_together(k_pool.dtype),
         block=triton.next_power_of_2(PAGE_TOKENS * head_dim),
@@ -123,42 +129,42 @@ def store_tokens(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages"])
 def _move_pages_kernel(
     host,
     page_offsets,
     slots,
     k_pool,
     v_pool,
+    pages,
     head_dim: tl.constexpr,
     pack: tl.constexpr,
     block: tl.constexpr,
     to_host: tl.constexpr,
 ):
-    page = tl.program_id(0)
-    offset = tl.load(page_offsets + page)
-    slot = tl.load(slots + page).to(tl.int64)
-    if (offset < 0) | (slot < 0):
-        return
-    # Pages and summaries are whole vectors of 16; without knowing it a thread moves an element at a time.
-    offset = tl.multiple_of(offset, 16)
     part_elements: tl.constexpr = _PAGE_TOKENS * head_dim
     element = tl.arange(0, block)
-    is_element = element < part_elements
     if tl.program_id(1) == 0:
-        hosted = host + offset + element
+        of_part = tl.full((), 0, tl.int64)
+        pool = k_pool
         token = element // pack % _PAGE_TOKENS
         dim = element // (_PAGE_TOKENS * pack) * pack + element % pack
-        pooled = k_pool + slot * part_elements + token * head_dim + dim
     else:
-        hosted = host + offset + part_elements + element
+        of_part = tl.full((), part_elements, tl.int64)
+        pool = v_pool
         token = element // (head_dim * pack) * pack + element % pack
         dim = element // pack % head_dim
-        pooled = v_pool + slot * part_elements + token * head_dim + dim
-    if to_host:
-        tl.store(hosted, tl.load(pooled, mask=is_element), mask=is_element)
-    else:
-        tl.store(pooled, tl.load(hosted, mask=is_element), mask=is_element)
+    for page in range(tl.program_id(0), pages, tl.num_programs(0)):
+        offset = tl.load(page_offsets + page)
+        slot = tl.load(slots + page).to(tl.int64)
+        is_moved = element < tl.where((offset >= 0) & (slot >= 0), part_elements, 0)
+        # Pages and summaries are whole vectors of 16; without knowing it a thread moves an element at a time.
+        hosted = host + tl.multiple_of(offset + of_part, 16) + element
+        pooled = pool + slot * part_elements + token * head_dim + dim
+        if to_host:
+            tl.store(hosted, tl.load(pooled, mask=is_moved), mask=is_moved)
+        else:
+            tl.store(pooled, tl.load(hosted, mask=is_moved), mask=is_moved)
 
 
 @triton.jit

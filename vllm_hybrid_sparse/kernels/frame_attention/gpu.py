@@ -119,7 +119,7 @@ def _split(longest: int, groups: int) -> tuple[int, int]:
     return -(-longest // tokens), tokens
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["frames_row_stride"])  # which grows with contexts: not to be compiled anew
 def _attend_frames_kernel(
     query,
     k_frames,

@@ -152,27 +152,24 @@ def read_pages(
         offset = (page // pages_per_block).to(tl.int64) * block_stride + kv_head * head_stride
         offset += (page % pages_per_block).to(tl.int64) * page_stride
         # Pages are whole vectors of 16; without knowing it a thread reads an element at a time.
-        offset = tl.multiple_of(offset, 16)[:, None, None, None]
-        here = away[:, None, None, None]
-        filled = limit[:, None, None, None]
-        # In the host's own order, so that a warp reads whole lines.
-        outer = tl.arange(0, block_dim // pack)[None, :, None, None]
-        middle = tl.arange(0, _PAGE_TOKENS)[None, None, :, None]
-        inner = tl.arange(0, pack)[None, None, None, :]
+        offset = tl.multiple_of(offset, 16)
+        # In the host's own order and whole, 16 bytes a thread: by their places in the page, or with a mask for each
+        # token, they would be loads of 2 and 4 bytes (by the code for sm_90). What lies behind the tokens is dropped.
+        of_page = tl.arange(0, _PAGE_TOKENS * block_dim)[None, :]
         k_host = tl.load(
-            host + offset + (outer * _PAGE_TOKENS + middle) * pack + inner,
-            mask=here & (outer * pack < head_dim) & (middle < filled),
-            other=0.0,
+            host + offset[:, None] + of_page, mask=away[:, None] & (of_page < _PAGE_TOKENS * head_dim), other=0.0
         )
-        k += tl.reshape(tl.permute(k_host, (0, 2, 1, 3)), (tile * _PAGE_TOKENS, block_dim))
-        rows = tl.arange(0, _PAGE_TOKENS // pack)[None, :, None, None]
-        dim = dims[None, None, :, None]
+        k_host = tl.permute(tl.reshape(k_host, (tile, block_dim // pack, _PAGE_TOKENS, pack)), (0, 2, 1, 3))
+        k += tl.where(is_token[:, None], tl.reshape(k_host, (tile * _PAGE_TOKENS, block_dim)), 0.0)
+        rows = tl.arange(0, _PAGE_TOKENS // pack)[None, :, None]
+        in_row = tl.arange(0, block_dim * pack)[None, None, :]
         v_host = tl.load(
-            host + offset + _PAGE_TOKENS * head_dim + (rows * head_dim + dim) * pack + inner,
-            mask=here & (dim < head_dim) & (rows * pack + inner < filled),
+            host + offset[:, None, None] + _PAGE_TOKENS * head_dim + rows * (head_dim * pack) + in_row,
+            mask=away[:, None, None] & (in_row < head_dim * pack),
             other=0.0,
         )
-        v += tl.reshape(tl.permute(v_host, (0, 1, 3, 2)), (tile * _PAGE_TOKENS, block_dim))
+        v_host = tl.permute(tl.reshape(v_host, (tile, _PAGE_TOKENS // pack, block_dim, pack)), (0, 1, 3, 2))
+        v += tl.where(is_token[:, None], tl.reshape(v_host, (tile * _PAGE_TOKENS, block_dim)), 0.0)
 
         put = (-2 - slot_of).to(tl.int64)
         put_at = (put * _PAGE_TOKENS + token)[:, None] * head_dim + dims[None, :]
@@ -278,6 +275,7 @@ def _attend_listed_kernel(
 
     tl.store(out + states[:, None] * head_dim + dims[None, :], acc / total[:, None], mask=is_output)
     tl.store(lse + states, peak + tl.log(total), mask=is_head)
-    tl.atomic_add(tally, (end - first).to(tl.int64))
-    tl.atomic_add(tally + 1, hits.to(tl.int64))
-    tl.atomic_add(tally + 2, entered.to(tl.int64))
+    # Nothing is ordered by these sums: relaxed, since a fence would empty the cache of the programs beside this one.
+    tl.atomic_add(tally, (end - first).to(tl.int64), sem="relaxed")
+    tl.atomic_add(tally + 1, hits.to(tl.int64), sem="relaxed")
+    tl.atomic_add(tally + 2, entered.to(tl.int64), sem="relaxed")

@@ -130,7 +130,7 @@ def merge_with_unread(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_states"])  # numbers that change from step to step: not to be compiled anew
 def _merge_kernel(
     out_a,
     lse_a,
@@ -164,7 +164,7 @@ def _merge_kernel(
     tl.store(lse + states, base + tl.log(total), mask=is_state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_splits_kernel(
     out,
     lse,

@@ -249,7 +249,10 @@ def _check_not_below(name: str, value: int, least: int) -> None:
 
 # Numbers that change from step to step are not specialised for: Triton would compile anew, in the middle of serving, at
 # the first multiple of 16.
-@triton.jit(do_not_specialize=["first_page", "most", "first_entry", "step"])
+_CHANGING = ["blocks_row_stride", "order_row_stride", "order_head_stride", "first_page", "most", "first_entry", "step"]
+
+
+@triton.jit(do_not_specialize=_CHANGING)
 def _look_up_kernel(
     listed_slots,
     listed_pages,

@@ -219,13 +219,14 @@ def _resume(outputs, lse, is_output):
 @triton.jit
 def _count(numbers, further, stops, looks):
     """Add a group that was looked at to `Tally.numbers`."""
-    tl.atomic_add(numbers, further.to(tl.int64))
-    tl.atomic_add(numbers + 3, 1)
-    tl.atomic_add(numbers + 4, stops.to(tl.int64))
-    tl.atomic_add(numbers + 5, looks)
+    tl.atomic_add(numbers, further.to(tl.int64), sem="relaxed")
+    tl.atomic_add(numbers + 3, 1, sem="relaxed")
+    tl.atomic_add(numbers + 4, stops.to(tl.int64), sem="relaxed")
+    tl.atomic_add(numbers + 5, looks, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["most", "listed", "step"])  # which grow with contexts: not to be compiled anew
+# Numbers that grow with contexts are not to be compiled for anew, nor where `budgets` begin, which lie behind others.
+@triton.jit(do_not_specialize=["most", "listed", "step"], do_not_specialize_on_alignment=["candidates", "budgets"])
 def _plan_kernel(
     scores,
     order,
@@ -293,7 +294,10 @@ def _plan_kernel(
     tl.store(kept + unit, share)
 
 
-@triton.jit(do_not_specialize=["blocks_row_stride", "first_page", "first_entry", "most", "listed", "microbatch"])
+@triton.jit(
+    do_not_specialize=["blocks_row_stride", "first_page", "first_entry", "most", "listed", "microbatch"],
+    do_not_specialize_on_alignment=["candidates", "budgets"],
+)
 def _read_on_kernel(
     query,
     k_pool,
@@ -403,4 +407,4 @@ def _read_on_kernel(
         tl.store(counts + unit, count)
     tl.store(kept + unit, share)
     _count(numbers, count - planned, count < num, looks)
-    tl.atomic_add(kept_sum, share.to(tl.float64))
+    tl.atomic_add(kept_sum, share.to(tl.float64), sem="relaxed")

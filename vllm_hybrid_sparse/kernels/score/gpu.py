@@ -115,7 +115,7 @@ def rank_pages(scores: Tensor) -> Tensor:
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places_row_stride", "places_head_stride", "num_pages"])
 def _score_kernel(
     query,
     summaries,
@@ -169,7 +169,7 @@ def _score_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pages"])  # which grows with contexts: not to be compiled anew
 def _group_kernel(
     page_scores,
     retained_lse,

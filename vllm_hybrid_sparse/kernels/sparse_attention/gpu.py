@@ -101,7 +101,20 @@ def attend_slots(
     )
 
 
-@triton.jit
+# Numbers that change from round to round, and tensors that begin anywhere in what was uploaded together: not to be
+# compiled anew for each kind.
+_CHANGING = [
+    "slots_row_stride",
+    "slots_head_stride",
+    "tokens_row_stride",
+    "tokens_head_stride",
+    "scores_row_stride",
+    "scores_head_stride",
+    "num_pages",
+]
+
+
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=["slots", "page_tokens"])
 def _attend_kernel(
     query,
     k_pool,

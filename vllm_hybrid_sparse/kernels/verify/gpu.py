@@ -66,7 +66,10 @@ def verify(
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_pages"],  # nor on where what was uploaded together, or lies in one tensor, begins
+    do_not_specialize_on_alignment=["page_lse", "log_left", "lightest", "pages_left", "budget_left", "stop"],
+)
 def _verify_kernel(
     lse,
     page_lse,
