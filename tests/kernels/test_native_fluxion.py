@@ -27,8 +27,19 @@ def small(**changes: Any) -> Shape:
     return Shape(**({"num_q_heads": 6, "head_dim": 32, "block_tokens": 16, "scale": 32**-0.5} | changes))
 
 
-@pytest.mark.parametrize("summary", ["minmax", "key_codes", "split_codes"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def _dtypes_and_summaries() -> list[Any]:
+    """Each dtype with each summary, one of them where there is no time for all."""
+    often = {torch.bfloat16: "key_codes", torch.float16: "minmax", torch.float32: "split_codes"}
+    return [
+        pytest.param(
+            dtype, summary, marks=[] if often[dtype] == summary else [pytest.mark.slow], id=f"{dtype}-{summary}"
+        )
+        for dtype in DTYPES
+        for summary in ("minmax", "key_codes", "split_codes")
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "summary"), _dtypes_and_summaries())
 def test_requests_of_every_length_in_one_batch_on_every_instruction_set(
     isa: str, dtype: torch.dtype, geometry: dict[str, Any], summary: str
 ) -> None:

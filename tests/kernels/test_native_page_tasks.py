@@ -1,5 +1,7 @@
 """What each group may read, chosen for all rows at once, is what the selectors say of the same scores."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -116,8 +118,17 @@ def check_expected(selection: SelectionSpec, retained: np.ndarray, scores: np.nd
     assert looked == 0 or kept[looked - 1] <= selection.threshold + THRESHOLD_TIE
 
 
-@pytest.mark.parametrize(("group", "threads"), [(1, 3), (3, 1)])
-@pytest.mark.parametrize(("name", "summary", "log_weight"), CASES)
+def _cases_and_groups() -> list[Any]:
+    """Each case with both groups, one of them where there is no time for all."""
+    groups = [(1, 3), (3, 1)]  # query heads, threads
+    return [
+        pytest.param(*case, *group, marks=[] if group == groups[number % 2] else [pytest.mark.slow])
+        for number, case in enumerate(CASES)
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize(("name", "summary", "log_weight", "group", "threads"), _cases_and_groups())
 def test_groups_read_what_the_selectors_say(
     isa: str, name: str, summary: str, log_weight: float, group: int, threads: int
 ) -> None:

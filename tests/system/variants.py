@@ -76,10 +76,9 @@ def reference_engine_args() -> dict[str, object]:
 
 
 DEFAULT_VARIANTS = (
-    Variant("dense", 16, compiled=False),
-    Variant("progressive", 32, compiled=True),
-    Variant("dense", 128, compiled=True),
-    Variant("progressive", 128, compiled=False),
+    Variant("dense", 16, compiled=True),
+    Variant("progressive", 32, compiled=False),
+    Variant("progressive", 128, compiled=True),
 )
 SLOW_VARIANTS = tuple(
     variant

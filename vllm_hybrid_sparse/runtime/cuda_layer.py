@@ -211,11 +211,14 @@ class CudaLayers:
     def _store(self, store: WriteThrough, key: Tensor, value: Tensor, chunk: PromptChunk) -> None:
         tokens = slice(chunk.first_token, chunk.first_token + chunk.tokens)
         self._queue.follow(current_queue(self._device).mark())
-        self._queue.keep(key, value)
         store.store(key[tokens], value[tokens], chunk.context_tokens, chunk.written_pages)
 
     def _give_back(self) -> None:
-        """Have what comes next follow the stores: a captured graph overwrites keys and values, whatever torch keeps."""
+        """Have what comes next follow the stores: a captured graph overwrites keys and values, whatever torch keeps.
+
+        So torch need not be told that the stores read them (`keep`): it would hold those of all layers that the host
+        has launched ahead, which nobody counts.
+        """
         current_queue(self._device).follow(self._queue.mark())
 
     def _settle(self, kv_cache: Tensor, stored: Stored) -> None:
