@@ -13,6 +13,7 @@ from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
 from vllm_hybrid_sparse.memory.cuda_pool import CudaPool
 from vllm_hybrid_sparse.memory.transfers import Loader
+from vllm_hybrid_sparse.memory.write_through import WriteThrough
 from vllm_hybrid_sparse.runtime import prefill
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
 
@@ -163,6 +164,7 @@ def ranked(model: TieredModel) -> None:
     """Rows with candidates, beside prompts and rows that come and go in frames."""
     one, other = model.start(), model.start()
     model.step([(one, 190)], decode=False)
+    model.step([(one, 1)])  # with no prompt beside it, whose stores would come behind the codes
     for tokens in (40, 90, 1):
         model.step([(other, tokens), (one, 1)])
     come_and_go(model)
@@ -216,7 +218,7 @@ def freed(residency: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "race"),
     [
-        (CudaLayers, "_give_back", "score_codes may run beside encode_pages"),
+        (WriteThrough, "follow_codes", "score_codes may run beside encode_pages"),
         (CudaPool, "follow", "load_pages may run beside store_tokens"),
     ],
 )

@@ -42,6 +42,8 @@ class WriteThrough:
         self._stored: Mark | None = None  # behind the chunks
         self._rows_stored: Mark | None = None  # behind the rows
         self._blocks: set[int] = set()  # with pages that were filled since they were last taken
+        self._unencoded: list[int] = []  # pages that chunks filled
+        self._encoded: Mark | None = None  # behind the summaries of what chunks filled
 
     def store(self, key: Tensor, value: Tensor, first_token: int, pages: Tensor) -> None:
         """Store a chunk of one request; what its queue was given before must have made the keys and values.
@@ -61,7 +63,11 @@ class WriteThrough:
         rest = [*range(head), *range(max(head, tail), tokens)]
         if rest:
             self._store_tokens(key, value, rest, first_token, first_page, pages)
-        self._filled(pages[: end_whole - first_page].tolist(), self._queue)
+        filled: list[int] = pages[: end_whole - first_page].tolist()
+        if self._encode is None:
+            self._fill_blocks(filled)
+        else:
+            self._unencoded += filled
         self._stored = self._queue.mark()
 
     def store_rows(
@@ -81,9 +87,27 @@ class WriteThrough:
         filled_pages      of the host store, those that the tokens fill
         """
         store_tokens(self._source.elements, offsets, places, key, value, frames)
-        queue = current_queue(key.device)
-        self._filled(filled_pages, queue)
-        self._rows_stored = queue.mark()
+        if self._encode is None:
+            self._fill_blocks(filled_pages)
+        elif filled_pages:
+            self._encode(filled_pages)
+        self._rows_stored = current_queue(key.device).mark()
+
+    def encode_chunks(self) -> None:
+        """Have the device summarise what chunks filled, where it does: from the host store, so over the link.
+
+        Nobody needs it before the next step, so what follows the stores does not wait for it.
+        """
+        if self._encode is None or not self._unencoded:
+            return
+        with self._queue.launching():
+            self._encode(self._unencoded)
+        self._encoded, self._unencoded = self._queue.mark(), []
+
+    def follow_codes(self) -> None:
+        """Have the queue of the caller come behind the summaries of what chunks filled before."""
+        if self._encoded is not None:
+            current_queue(self._queue.device).follow(self._encoded)
 
     def take(self) -> Stored:
         """What was stored since the last call."""
@@ -92,13 +116,9 @@ class WriteThrough:
         self._stored, self._rows_stored, self._blocks = None, None, set()
         return stored
 
-    def _filled(self, pages: Sequence[int], queue: DeviceQueue) -> None:
-        """Pages were filled by what a queue was given."""
-        if self._encode is None:
-            self._blocks.update(page // self._source.pages_per_block for page in pages)
-        elif pages:
-            with queue.launching():
-                self._encode(pages)
+    def _fill_blocks(self, pages: Sequence[int]) -> None:
+        """Pages were filled whose summaries the host is to make."""
+        self._blocks.update(page // self._source.pages_per_block for page in pages)
 
     def _store_pages(self, key: Tensor, value: Tensor, pages: Tensor) -> None:
         heads, head_dim = key.shape[1:]

@@ -80,16 +80,20 @@ class CudaLayers:
         store = self._stores[layer]
         stored = store.take() if batch.decode_tokens else None  # by the steps before: not to be waited for again
         copied, arrived = self._start_copy((query, key, value), batch.decode_tokens)
+        if batch.ranked:
+            store.follow_codes()
         for chunk in batch.chunks:
             self._store(store, key, value, chunk)
+        given = self._queue.mark() if batch.chunks else None
+        store.encode_chunks()
         if batch.resident is not None:
             self._attend_resident(query, key, value, layer, batch.resident, output)
         for rows in batch.ranked:
             self._attend_ranked(query, key, value, layer, rows, output)
         for chunk in batch.chunks:
             self._prefill.attend(query, key, value, self._tier.source(kv_cache), chunk, output)
-        if batch.chunks:
-            self._give_back()
+        if given is not None:
+            self._give_back(given)
         latest = self._start_latest(query, batch.chunks)
         if stored is None:
             if self._tier.ranking is None:
@@ -213,13 +217,13 @@ class CudaLayers:
         self._queue.follow(current_queue(self._device).mark())
         store.store(key[tokens], value[tokens], chunk.context_tokens, chunk.written_pages)
 
-    def _give_back(self) -> None:
-        """Have what comes next follow the stores: a captured graph overwrites keys and values, whatever torch keeps.
+    def _give_back(self, stored: Mark) -> None:
+        """Have what comes next follow the stores of prompts: a captured graph overwrites keys and values all the same.
 
         So torch need not be told that the stores read them (`keep`): it would hold those of all layers that the host
         has launched ahead, which nobody counts.
         """
-        current_queue(self._device).follow(self._queue.mark())
+        current_queue(self._device).follow(stored)
 
     def _settle(self, kv_cache: Tensor, stored: Stored) -> None:
         """Have the host store hold what was stored, summaries included."""
