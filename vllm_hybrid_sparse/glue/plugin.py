@@ -3,6 +3,7 @@
 from typing import Any
 
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.glue.log import log_as_vllm
 from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, is_selected, member
 from vllm_hybrid_sparse.glue.stat_logger_hook import hook_stat_loggers
 
@@ -15,6 +16,7 @@ _HOOKED = "_hybrid_sparse_hooked"
 def register() -> None:
     """Name the backend and let vLLM's platform select it, CPU or CUDA; where it is not selected, nothing changes."""
     member()
+    log_as_vllm()
     from vllm.platforms import current_platform  # noqa: PLC0415  (resolves the platform: not before plugins load)
 
     if not (current_platform.is_cpu() or current_platform.is_cuda()):

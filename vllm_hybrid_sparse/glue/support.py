@@ -11,6 +11,7 @@ from vllm_hybrid_sparse.kernels.arguments import MAX_DEVICE_HEAD_DIM
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, supported_isas
 from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
+from vllm_hybrid_sparse.runtime.tiers import check_pool_pages
 from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS
 
 _FILLING_CONNECTOR = "DecodeBenchConnector"  # of vLLM, for benchmarks: it writes the cache's tensors where they lie
@@ -36,6 +37,9 @@ def refuse_config(vllm_config: Any) -> None:
         _refuse_model(vllm_config.model_config)
         if settings.prediction is not None:
             _refuse_predictor(settings, vllm_config)
+        if settings.device != "none" and settings.device_pool_pages is not None:
+            layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+            check_pool_pages(settings, settings.device_pool_pages, layers)
     if settings.device == "cuda":
         _refuse_on_cuda(vllm_config)
     elif getattr(vllm_config, "use_v2_model_runner", False):

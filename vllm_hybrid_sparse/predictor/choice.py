@@ -29,8 +29,12 @@ def choose_predictor(
         return load_predictor(shipped, shape, retained, ranking)
     except ConfigError as error:
         codes = f" --code-bits {ranking.code_bits}" if ranking.code_bits else ""
+        usual = RetainedSet()
+        sizes = {"sink-tokens": retained.sink_tokens, "window-tokens": retained.window_tokens}
+        wanted = {"sink-tokens": usual.sink_tokens, "window-tokens": usual.window_tokens}
+        others = "".join(f" --{name} {size}" for name, size in sizes.items() if size != wanted[name])
         raise ConfigError(
             "hybrid_sparse.predictor: must be given, since the shipped one does not fit this model and these settings "
             f"({error}): `hybrid-sparse calibrate MODEL --texts FILE... --out predictor.safetensors --summary "
-            f"{ranking.summary}{codes}`"
+            f"{ranking.summary}{codes}{others}`"
         ) from error

@@ -89,13 +89,7 @@ class DeviceTier:
             eviction=settings.device_eviction or "",
             unified=settings.device_pool == "unified",
         )
-        least = group_pages(settings) * (1 if shape.unified else shape.layers)
-        if shape.capacity_pages < least:
-            of_layers = "" if shape.unified else f", for each of {shape.layers} layers"
-            raise ConfigError(
-                f"hybrid_sparse.device_pool_pages={shape.capacity_pages}: must be at least {least}, two microbatches "
-                f"of one KV head{of_layers}"
-            )
+        least = check_pool_pages(settings, shape.capacity_pages, shape.layers)
         self.pool, self.device = open_device(shape, device)
         self.loader = Loader(self.pool)
         self.side = DeviceSide(self.loader, self.device)
@@ -371,6 +365,19 @@ def open_ranking(
             torch.zeros(shape, dtype=torch.uint8, device=pool.key.device), head_dim, settings.page_code_bits
         )
     return DeviceRanking(pool, sources, settings.selection, settings.retained, codes, kernels)
+
+
+def check_pool_pages(settings: HybridSparseConfig, pages: int, layers: int) -> int:
+    """The least slots that a pool for so many layers may have; ConfigError where it has fewer."""
+    unified = settings.device_pool == "unified"
+    least = group_pages(settings) * (1 if unified else layers)
+    if pages < least:
+        of_layers = "" if unified else f", for each of {layers} layers"
+        raise ConfigError(
+            f"hybrid_sparse.device_pool_pages={pages}: must be at least {least}, two microbatches of one "
+            f"KV head{of_layers}"
+        )
+    return least
 
 
 def group_pages(settings: HybridSparseConfig) -> int:
