@@ -51,7 +51,7 @@ def kernels_of_the_package() -> set[str]:
     names = set()
     for path in package.glob("kernels/*/gpu.py"):
         text = path.read_text(encoding="utf-8")
-        names |= set(re.findall(r"^@triton\.jit.*\ndef (\w+_kernel)\(", text, re.MULTILINE))
+        names |= set(re.findall(r"^@triton\.jit(?:\([^)]*\))?.*\ndef (\w+_kernel)\(", text, re.MULTILINE))
     return names
 
 
