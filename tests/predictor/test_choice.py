@@ -33,8 +33,20 @@ def test_without_a_name_the_shipped_one_serves_the_model_it_was_made_for() -> No
     [
         (OTHER, RetainedSet(), CODES, "made for head_dim=64, must be 32", "--summary key_codes --code-bits 2"),
         (OTHER, RetainedSet(), BOUNDS, "made for head_dim=64, must be 32", "--summary minmax"),
-        (SMOLLM2, RetainedSet(window_tokens=128), CODES, "window_tokens=256, must be 128", "2 --window-tokens 128"),
-        (SMOLLM2, RetainedSet(sink_tokens=128), CODES, "sink_tokens=64, must be 128", "2 --sink-tokens 128"),
+        (
+            SMOLLM2,
+            RetainedSet(window_tokens=128),
+            CODES,
+            "made for window_tokens=256, must be 128",
+            "--code-bits 2 --window-tokens 128",
+        ),
+        (
+            SMOLLM2,
+            RetainedSet(sink_tokens=128),
+            CODES,
+            "made for sink_tokens=64, must be 128",
+            "--code-bits 2 --sink-tokens 128",
+        ),
         (SMOLLM2, RetainedSet(), PageRanking(code_bits=1), "made for code_bits=2, must be 1", "--code-bits 1"),
     ],
 )

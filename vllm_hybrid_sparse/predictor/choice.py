@@ -30,11 +30,10 @@ def choose_predictor(
     except ConfigError as error:
         codes = f" --code-bits {ranking.code_bits}" if ranking.code_bits else ""
         usual = RetainedSet()
-        sizes = {"sink-tokens": retained.sink_tokens, "window-tokens": retained.window_tokens}
-        wanted = {"sink-tokens": usual.sink_tokens, "window-tokens": usual.window_tokens}
-        others = "".join(f" --{name} {size}" for name, size in sizes.items() if size != wanted[name])
+        sink = f" --sink-tokens {retained.sink_tokens}" if retained.sink_tokens != usual.sink_tokens else ""
+        window = f" --window-tokens {retained.window_tokens}" if retained.window_tokens != usual.window_tokens else ""
         raise ConfigError(
             "hybrid_sparse.predictor: must be given, since the shipped one does not fit this model and these settings "
             f"({error}): `hybrid-sparse calibrate MODEL --texts FILE... --out predictor.safetensors --summary "
-            f"{ranking.summary}{codes}{others}`"
+            f"{ranking.summary}{codes}{sink}{window}`"
         ) from error

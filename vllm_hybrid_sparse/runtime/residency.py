@@ -209,13 +209,11 @@ class Residency:
                 waits = True
                 continue
             self._blocks.use(of_row[self._blocks.frames_of(of_row) >= 0], self._step)
+            if busy or is_few is not awaited:
+                continue
             wanted = of_row if awaited else of_row[:-1]
             lacking = wanted[self._lacking(wanted)]
-            if (
-                busy
-                or is_few is not awaited
-                or (awaited and sum(map(len, entering)) + len(lacking) > self._most_awaited)
-            ):
+            if awaited and sum(map(len, entering)) + len(lacking) > self._most_awaited:
                 continue
             if self._give(lacking):
                 entering.append(lacking)
