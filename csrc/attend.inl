@@ -2,9 +2,8 @@
 // a chunk before the next, so that a page is read from memory once whatever the number of rows. Memory works all the time: while
 // keys are scored their values are fetched, while values are added up the next chunk's keys. Both side by side, a line of each page
 // in turn: the first lines of a page wait for its address and for the memory to find out what follows, and so four wait together.
-// Included inside the namespace and target region of one instruction set, after traits.inl.
+// Included inside the namespace and target region of one instruction set, after traits.inl and kChunkPages, a multiple of 4.
 
-inline constexpr int kChunkPages = 4;
 inline constexpr int kChunkTokens = kChunkPages * kPageTokens;
 
 template <class T>
@@ -112,14 +111,19 @@ static inline float softmax_row(const float* scores, const Chunk<T>& chunk, floa
   constexpr int kOpsPerPage = kPageTokens / T::pack;
   const float minus_infinity = -__builtin_inff();
   vf x[kChunkPages];
+#pragma GCC unroll 16
   for (int page = 0; page < kChunkPages; ++page) x[page] = load(scores + page * kPageTokens);
   if (visible < chunk.whole_at) {
+#pragma GCC unroll 16
     for (int page = 0; page < kChunkPages; ++page) {
       const int seen = page < chunk.pages ? visible - chunk.first_token[page] : 0;
       if (seen < kPageTokens) x[page] = keep_first(x[page], seen > 0 ? seen : 0, minus_infinity);
     }
   }
-  const vf highest = mul(max(max(x[0], x[1]), max(x[2], x[3])), set1(scale));
+  vf highest = max(max(x[0], x[1]), max(x[2], x[3]));
+#pragma GCC unroll 16
+  for (int page = 4; page < kChunkPages; page += 2) highest = max(highest, max(x[page], x[page + 1]));
+  highest = mul(highest, set1(scale));
   float rescale = 1.0f;
   if (any_above(highest, *row_max)) {
     const float new_max = reduce_max(highest);
@@ -131,19 +135,25 @@ static inline float softmax_row(const float* scores, const Chunk<T>& chunk, floa
     }
     *row_max = new_max;
   } else if (*row_max == minus_infinity) {  // this row has seen nothing yet
+#pragma GCC unroll 16
     for (int page = 0; page < kChunkPages; ++page) T::store_weights(weights + page * kOpsPerPage, zero());
     added = zero();
     return rescale;
   }
   const vf factor = set1(scale * kLog2E), shift = set1(-*row_max * kLog2E);
+#pragma GCC unroll 16
   for (int page = 0; page < kChunkPages; ++page) {
     x[page] = T::exp2(fma(x[page], factor, shift));
     T::store_weights(weights + page * kOpsPerPage, x[page]);
   }
   added = add(add(x[0], x[1]), add(x[2], x[3]));
+#pragma GCC unroll 16
+  for (int page = 4; page < kChunkPages; page += 2) added = add(added, add(x[page], x[page + 1]));
   if (lightest_page) {
     float sums[kChunkPages];
-    reduce_add4(x[0], x[1], x[2], x[3], 1.0f, sums);
+#pragma GCC unroll 16
+    for (int page = 0; page < kChunkPages; page += 4)
+      reduce_add4(x[page], x[page + 1], x[page + 2], x[page + 3], 1.0f, sums + page);
     for (int page = 0; page < chunk.pages; ++page)
       if (sums[page] < *lightest_page) *lightest_page = sums[page];
   }
@@ -162,12 +172,23 @@ static inline void with_ahead(int ahead, const F& f) {
   }
 }
 
-template <class T, int Rows>
-static inline void keep_scores(const AttendArgs& args, const Chunk<T>& chunk, int first_row, const float* scores) {
-  for (int r = 0; r < Rows; ++r) {
+template <class T>
+static inline void keep_scores(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int rows, const float* scores) {
+  for (int r = 0; r < rows; ++r) {
     float* kept = args.token_scores + (first_row + r) * args.token_scores_stride + int64_t{chunk.position} * kPageTokens;
     for (int token = 0; token < chunk.pages * kPageTokens; token += kPageTokens)
       store(kept + token, mul(load(scores + r * kChunkTokens + token), set1(args.scale)));
+  }
+}
+
+// What the lanes of `rows` registers add to the rows' sums, of four rows together; three more registers are set to zero.
+[[gnu::always_inline]]
+static inline void add_to_sums(vf* added, int rows, const float* rescale, float* row_sum) {
+  for (int r = rows; r < rows + 3; ++r) added[r] = zero();
+  for (int r = 0; r < rows; r += 4) {
+    float sums[4];
+    reduce_add4(added[r], added[r + 1], added[r + 2], added[r + 3], 1.0f, sums);
+    for (int i = r; i < rows && i < r + 4; ++i) row_sum[i] = row_sum[i] * rescale[i] + sums[i - r];
   }
 }
 
@@ -188,7 +209,7 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
       score_tile<T, Rows, false>(queries, chunk, page, steps, scores);
   }
   if constexpr (Keep) {
-    keep_scores<T, Rows>(args, chunk, first_row, scores);
+    keep_scores(args, chunk, first_row, Rows, scores);
     if (!args.out) return;
   }
   vf added[Rows + 3];
@@ -198,15 +219,7 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
                                 args.page_lse_min ? args.page_lse_min + row : nullptr,
                                 weights + r * (kChunkTokens / T::pack), added[r]);
   }
-  for (int r = Rows; r < Rows + 3; ++r) added[r] = zero();
-  for (int r = 0; r < Rows; r += 4) {  // four rows' lanes are added up together
-    float sums[4];
-    reduce_add4(added[r], added[r + 1], added[r + 2], added[r + 3], 1.0f, sums);
-    for (int i = r; i < Rows && i < r + 4; ++i) {
-      float& row_sum = args.row_sum[first_row + i];
-      row_sum = row_sum * rescale[i] + sums[i - r];
-    }
-  }
+  add_to_sums(added, Rows, rescale, args.row_sum + first_row);
   float* out = args.out + int64_t{first_row} * args.head_dim;
   with_ahead(ahead, [&]<int Ahead>() __attribute__((always_inline)) {
     int dim = 0;
@@ -234,10 +247,12 @@ static void attend_row_tile(const AttendArgs& args, const Chunk<T>& chunk, int f
   }
 }
 
+// attend_tile(chunk, first row, rows, pages it fetches ahead) for all row tiles of one chunk after the other.
 // Keep: the tokens' scores are kept too, and without `out` nothing else is made. A variant of its own, so that attention alone
 // has no test for it; with two variants GCC would inline the tiles into neither by itself.
-template <class T, bool Keep>
-static void attend(const AttendArgs& args) {
+template <class T, bool Keep, class AttendTile>
+[[gnu::always_inline]]
+static inline void attend_chunks(const AttendArgs& args, int tile_rows, const AttendTile& attend_tile) {
   const int head_dim = args.head_dim;
   const bool scores_only = Keep && !args.out;
   for (int r = 0; r < args.rows && !scores_only; ++r) {
@@ -250,7 +265,6 @@ static void attend(const AttendArgs& args) {
   for (int r = 0; r < args.rows; ++r) furthest = args.visible[r] > furthest ? args.visible[r] : furthest;
 
   const int64_t value_offset = args.table.page_bytes / 2;
-  const int tile_rows = rows_of_tile<T>(args.rows);
   const int tiles = (args.rows + tile_rows - 1) / tile_rows;
   const int share = tiles == 1 ? kChunkPages : tiles < kChunkPages ? kChunkPages / 2 : 1;
   const char* following[kChunkPages];
@@ -289,10 +303,16 @@ static void attend(const AttendArgs& args) {
       const int last_row = static_cast<int>(int64_t{args.rows} * (tile + 1) / tiles);
       // Every tile fetches its share of the next keys.
       chunk.first_ahead = tile * share;
-      attend_row_tile<T, Keep, kWideRowTile>(args, chunk, first_row, last_row - first_row,
-                                         more && chunk.first_ahead < kChunkPages ? share : 0);
+      attend_tile(chunk, first_row, last_row - first_row, more && chunk.first_ahead < kChunkPages ? share : 0);
     }
   }
   for (int r = 0; r < args.rows && args.page_lse_min; ++r)
     if (args.row_sum[r] > 0.0f) args.page_lse_min[r] = natural_log(args.page_lse_min[r]) + args.row_max[r];
+}
+
+template <class T, bool Keep>
+static void attend(const AttendArgs& args) {
+  attend_chunks<T, Keep>(args, rows_of_tile<T>(args.rows), [&](const Chunk<T>& chunk, int first_row, int rows, int ahead) {
+    attend_row_tile<T, Keep, kWideRowTile>(args, chunk, first_row, rows, ahead);
+  });
 }

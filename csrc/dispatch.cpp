@@ -7,8 +7,8 @@ namespace hybrid_sparse {
 
 const std::vector<Isa>& isas() {
   static const std::vector<Isa> list = [] {
-    std::vector<Isa> result = {avx512_bf16(), avx512_vnni(), avx512(), avx2(), scalar()};
-    if (result[0].runs_here() && !bf16_dot_is_fast()) std::swap(result[0], result[1]);
+    std::vector<Isa> result = {amx_bf16(), avx512_bf16(), avx512_vnni(), avx512(), avx2(), scalar()};
+    if (result[1].runs_here() && !bf16_dot_is_fast()) std::swap(result[1], result[2]);
     return result;
   }();
   return list;

@@ -139,6 +139,7 @@ struct Isa {
 };
 
 // One per isa_*.cpp.
+Isa amx_bf16();
 Isa avx512_bf16();
 Isa avx512_vnni();
 Isa avx512();

@@ -26,7 +26,7 @@ SUMMARIES = tuple(name for name in SUMMARY_VECTORS if name not in ("none", "spli
 BLOCK_GRANULARITIES = (0, 16, 32, 64, 128)
 REMAINDERS = ("auto", "estimated", "lightest_page")
 THREAD_POOLS = ("auto", "own", "openmp")
-ISAS = ("auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "scalar")
+ISAS = ("auto", "amx_bf16", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "scalar")
 DEVICES = ("none", "emulated", "cuda")
 TIERED_DEVICES = ("emulated", "cuda")
 DEVICE_POOLS = ("unified", "per_layer")
@@ -177,7 +177,8 @@ class HybridSparseConfig:
             values=f"one of {', '.join(SUMMARIES)}",
             allows=SUMMARIES.__contains__,
             meaning="what is kept of a page to estimate its score: bits of its keys (RaBitQ), ArkVale's centre, "
-            "Quest's bounds; fluxion takes key_codes or minmax, whichever its predictor was made for",
+            "Quest's bounds; fluxion takes key_codes or minmax, whichever its predictor was made for; under dense, which "
+            "reads none, nothing is kept where it is not given",
             policies=(*PAGE_POLICIES, "fluxion"),
         )
     )
@@ -346,7 +347,9 @@ class HybridSparseConfig:
         self._check_device()
 
     def _default_of(self, name: str, setting: Setting) -> int | float | str | None:
-        """What a setting that is used and not given becomes; None: the worker decides."""
+        """What a setting that is used and not given becomes; None: there is none, or the worker decides."""
+        if self.policy == "dense" and name == "summary":
+            return None
         if self.device == "cuda" and name == "device_pool_pages":
             return None
         if self.device == "cuda" and name == "device_resident_share" and self.device_pool == "unified":
@@ -390,7 +393,7 @@ class HybridSparseConfig:
         """Why the setting has no effect; empty where it has."""
         for kind, chosen, users in (
             ("policy", self.policy, setting.policies),
-            ("summary", self.summary, setting.summaries),
+            ("summary", self.page_summary, setting.summaries),
             ("device", self.device, setting.devices),
         ):
             if users and chosen not in users:
@@ -427,7 +430,7 @@ class HybridSparseConfig:
 
     @property
     def page_summary(self) -> str:
-        """The kind of summary that pages have, as the kernels name it; `none` under hgca, which scores no pages."""
+        """The kind of summary that pages have, as the kernels name it; `none` where the policy scores no pages."""
         return self.summary or "none"
 
     @property

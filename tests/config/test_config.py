@@ -194,7 +194,7 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
         ({"window_tokens": 2**31}, "hybrid_sparse.window_tokens=2147483648: must be a multiple of 16, 16 to "),
         (
             {"isa": "sse"},
-            "hybrid_sparse.isa='sse': must be one of auto, avx512_bf16, avx512_vnni, avx512, avx2, scalar",
+            "hybrid_sparse.isa='sse': must be one of auto, amx_bf16, avx512_bf16, avx512_vnni, avx512, avx2, scalar",
         ),
         ({"num_threads": -1}, "hybrid_sparse.num_threads=-1: must be 0 to 1024"),
         ({"num_threads": [2]}, "hybrid_sparse.num_threads=[2]: must be a whole number, 0 to 1024"),

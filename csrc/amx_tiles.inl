@@ -1,0 +1,63 @@
+// The tiles of AMX: which is what, and the instructions on them, in assembly, since GCC's intrinsics take no tile as a parameter.
+// Included inside the namespace and target region of one instruction set.
+
+inline constexpr int kTileRows = 16;
+inline constexpr int kTileColumns = 4;  // results at once: enough to hide that each is a chain
+// Tiles 0 to 3 are results, rows x 16 floats. Keys are 32 dims of a page's 16 tokens, values its tokens of 16 dims: both lie in memory
+// as a tile wants them (layout.h), 16 lines and 8 of 64 bytes. Half tiles are for values, and for the last 16 of a number of dims
+// that 32 does not divide.
+inline constexpr int kWideLeft = 4;   // rows x 32 bf16
+inline constexpr int kWideRight = 5;  // 16 pairs x 16
+inline constexpr int kHalfLeft = 6;   // rows x 16 bf16
+inline constexpr int kHalfRight = 7;  // 8 pairs x 16
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t column_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles of `rows` rows, until it goes: what runs next on the thread, oneDNN for one, finds the tiles as it would after itself.
+class Tiles {
+ public:
+  explicit Tiles(int rows) {
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) {
+      config.column_bytes[tile] = tile == kHalfLeft ? 32 : 64;
+      config.rows[tile] = static_cast<uint8_t>(tile == kWideRight ? 16 : tile == kHalfRight ? 8 : rows);
+    }
+    asm volatile("ldtilecfg %0" : : "m"(config));
+  }
+  ~Tiles() { asm volatile("tilerelease"); }
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+};
+
+template <int Tile>
+[[gnu::always_inline]] static inline void clear_tile() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(Tile));
+}
+template <int Tile>
+[[gnu::always_inline]] static inline void load_tile(const void* rows, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(rows), "r"(stride), "i"(Tile) : "memory");
+}
+template <int Tile>
+[[gnu::always_inline]] static inline void store_tile(void* rows, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(rows), "r"(stride), "i"(Tile) : "memory");
+}
+// result += left x right, bf16 products summed in pairs.
+template <int Result, int Left, int Right>
+[[gnu::always_inline]] static inline void multiply_tiles() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Result), "i"(Left), "i"(Right));
+}
+
+// f<Column>() for each of the results.
+template <class F>
+[[gnu::always_inline]] static inline void for_columns(const F& f) {
+  f.template operator()<0>();
+  f.template operator()<1>();
+  f.template operator()<2>();
+  f.template operator()<3>();
+}
