@@ -127,8 +127,7 @@ static void attend_tile(const AttendArgs& args, const Chunk<Bf16Amx>& chunk, int
   for (; dim < head_dim; dim += 16) add_values.template operator()<1>(dim);
 }
 
-// Few rows are bound by memory, and vectors, which take their time, ask it more evenly for what comes next.
-inline constexpr int kFewestRows = 16;
+inline constexpr int kFewestRows = 8;  // fewer are bound by memory with vectors as well
 
 template <bool Keep>
 static void attend_few(const AttendArgs& rows) {

@@ -17,7 +17,7 @@ RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
 DENSE = SelectionSpec()
 TOPK = SelectionSpec(ranked=True, max_pages=3)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1 to 5 and 8
+GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1 to 5, 8 and 20
     "g1-d64-b32": (2, 2, 64, 32),
     "g3-d16-b16": (3, 1, 16, 16),
     "g4-d80-b128": (8, 2, 80, 128),
@@ -25,6 +25,7 @@ GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1 t
     "g8-d128-b32": (8, 1, 128, 32),
     "g3-d64-b128": (9, 3, 64, 128),
     "g2-d256-b32": (4, 2, 256, 32),
+    "g20-d48-b16": (20, 1, 48, 16),
 }
 
 

@@ -22,25 +22,32 @@ def served(shape: Shape, tokens: int) -> tuple[ServedLayer, Request, torch.Tenso
     layer = ServedLayer(shape, num_blocks=tokens // shape.block_tokens + 8)
     request = layer.start()
     layer.step([(request, tokens)], decode=False)
-    return layer, request, torch.tensor(request.blocks, dtype=torch.int32), layer.random(shape.num_q_heads, 64)
+    return (
+        layer,
+        request,
+        torch.tensor(request.blocks, dtype=torch.int32),
+        layer.random(shape.num_q_heads, shape.head_dim),
+    )
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("heads", "head_dim", "threads"), [(3, 64, 1), (3, 64, 3), (20, 80, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_group_attends_to_the_pages_that_are_named(isa: str, dtype: torch.dtype, threads: int) -> None:
-    shape = Shape(dtype=dtype, num_q_heads=6, isa=isa, num_threads=threads)
+def test_a_group_attends_to_the_pages_that_are_named(
+    isa: str, dtype: torch.dtype, heads: int, head_dim: int, threads: int
+) -> None:
+    shape = Shape(dtype=dtype, num_q_heads=2 * heads, head_dim=head_dim, isa=isa, num_threads=threads)
     layer, request, table, query = served(shape, 1003)
     assert layer.attention.isa == isa
     for kv_head, pages in itertools.product((0, 1), ([62], [0], [5, 3, 62, 8], list(range(63)), [])):
-        group = query[3 * kv_head : 3 * kv_head + 3]
+        group = query[heads * kv_head :][:heads]
         listed = torch.tensor(pages, dtype=torch.int32)
         state = attend_pages(layer.attention, group, layer.kv_cache, table, kv_head, listed, 1003)
         key, value = request.key[:, kv_head], request.value[:, kv_head]
         out, lse = reference_attention(group, key, value, pages, shape.scale)
         assert_close(state.out, out.nan_to_num(), dtype)
         if not pages:
-            assert state.lse.tolist() == [-torch.inf] * 3
-            assert state.lightest_lse.tolist() == [torch.inf] * 3
+            assert state.lse.tolist() == [-torch.inf] * heads
+            assert state.lightest_lse.tolist() == [torch.inf] * heads
             continue
         by_page = [reference_attention(group, key, value, [page], shape.scale)[1] for page in pages]
         torch.testing.assert_close(state.lse.double(), lse, rtol=0, atol=2e-2 if dtype != torch.float32 else 1e-4)
@@ -50,25 +57,31 @@ def test_a_group_attends_to_the_pages_that_are_named(isa: str, dtype: torch.dtyp
         )
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_scores_of_tokens_are_kept_where_they_are_wanted(isa: str, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "heads", "threads"), [(torch.float32, 3, 1), (torch.float32, 3, 3), (torch.bfloat16, 20, 1)]
+)
+def test_scores_of_tokens_are_kept_where_they_are_wanted(
+    isa: str, dtype: torch.dtype, heads: int, threads: int
+) -> None:
     """Of pages in any order, the last one partly filled; what is attended is the same."""
-    shape = Shape(num_q_heads=6, isa=isa, num_threads=threads)
+    shape = Shape(dtype=dtype, num_q_heads=2 * heads, isa=isa, num_threads=threads)
     layer, request, table, query = served(shape, 1003)
     pages = torch.tensor([62, 5, *range(8, 50)], dtype=torch.int32)
-    scores = torch.empty(3, len(pages) * 16)
+    scores = torch.empty(heads, len(pages) * 16)
+    group = query[heads:]
     plain, kept = (
-        attend_pages(layer.attention, query[3:], layer.kv_cache, table, 1, pages, 1003, wanted)
-        for wanted in (None, scores)
+        attend_pages(layer.attention, group, layer.kv_cache, table, 1, pages, 1003, wanted) for wanted in (None, scores)
     )
     assert_close(kept.out, plain.out)
     assert_close(kept.lse, plain.lse)
     by_page = scores.unflatten(1, (len(pages), 16))
     for place, page in enumerate(pages.tolist()):
         key = request.key[16 * page : 16 * page + 16, 1]
-        assert_close(by_page[:, place, : len(key)], shape.scale * query[3:] @ key.T)
-    with pytest.raises(KernelError, match=r"token_scores=\(3, 16\) torch.float32: must be contiguous \[3, 704\]"):
-        attend_pages(layer.attention, query[3:], layer.kv_cache, table, 1, pages, 1003, torch.empty(3, 16))
+        assert_close(by_page[:, place, : len(key)], shape.scale * group.float() @ key.float().T)
+    with pytest.raises(
+        KernelError, match=rf"token_scores=\({heads}, 16\) torch.float32: must be contiguous \[{heads}, 704\]"
+    ):
+        attend_pages(layer.attention, group, layer.kv_cache, table, 1, pages, 1003, torch.empty(heads, 16))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
