@@ -2,8 +2,9 @@
 // a chunk before the next, so that a page is read from memory once whatever the number of rows. Memory works all the time: while
 // keys are scored their values are fetched, while values are added up the next chunk's keys. Both side by side, a line of each page
 // in turn: the first lines of a page wait for its address and for the memory to find out what follows, and so four wait together.
-// Included inside the namespace and target region of one instruction set, after traits.inl and kChunkPages, a multiple of 4.
+// Included inside the namespace and target region of one instruction set, after traits.inl.
 
+inline constexpr int kChunkPages = 4;
 inline constexpr int kChunkTokens = kChunkPages * kPageTokens;
 
 template <class T>
@@ -111,19 +112,14 @@ static inline float softmax_row(const float* scores, const Chunk<T>& chunk, floa
   constexpr int kOpsPerPage = kPageTokens / T::pack;
   const float minus_infinity = -__builtin_inff();
   vf x[kChunkPages];
-#pragma GCC unroll 16
   for (int page = 0; page < kChunkPages; ++page) x[page] = load(scores + page * kPageTokens);
   if (visible < chunk.whole_at) {
-#pragma GCC unroll 16
     for (int page = 0; page < kChunkPages; ++page) {
       const int seen = page < chunk.pages ? visible - chunk.first_token[page] : 0;
       if (seen < kPageTokens) x[page] = keep_first(x[page], seen > 0 ? seen : 0, minus_infinity);
     }
   }
-  vf highest = max(max(x[0], x[1]), max(x[2], x[3]));
-#pragma GCC unroll 16
-  for (int page = 4; page < kChunkPages; page += 2) highest = max(highest, max(x[page], x[page + 1]));
-  highest = mul(highest, set1(scale));
+  const vf highest = mul(max(max(x[0], x[1]), max(x[2], x[3])), set1(scale));
   float rescale = 1.0f;
   if (any_above(highest, *row_max)) {
     const float new_max = reduce_max(highest);
@@ -135,25 +131,19 @@ static inline float softmax_row(const float* scores, const Chunk<T>& chunk, floa
     }
     *row_max = new_max;
   } else if (*row_max == minus_infinity) {  // this row has seen nothing yet
-#pragma GCC unroll 16
     for (int page = 0; page < kChunkPages; ++page) T::store_weights(weights + page * kOpsPerPage, zero());
     added = zero();
     return rescale;
   }
   const vf factor = set1(scale * kLog2E), shift = set1(-*row_max * kLog2E);
-#pragma GCC unroll 16
   for (int page = 0; page < kChunkPages; ++page) {
     x[page] = T::exp2(fma(x[page], factor, shift));
     T::store_weights(weights + page * kOpsPerPage, x[page]);
   }
   added = add(add(x[0], x[1]), add(x[2], x[3]));
-#pragma GCC unroll 16
-  for (int page = 4; page < kChunkPages; page += 2) added = add(added, add(x[page], x[page + 1]));
   if (lightest_page) {
     float sums[kChunkPages];
-#pragma GCC unroll 16
-    for (int page = 0; page < kChunkPages; page += 4)
-      reduce_add4(x[page], x[page + 1], x[page + 2], x[page + 3], 1.0f, sums + page);
+    reduce_add4(x[0], x[1], x[2], x[3], 1.0f, sums);
     for (int page = 0; page < chunk.pages; ++page)
       if (sums[page] < *lightest_page) *lightest_page = sums[page];
   }

@@ -11,7 +11,6 @@ namespace hybrid_sparse {
 namespace {
 #include "vec_avx512.inl"
 #include "traits.inl"
-inline constexpr int kChunkPages = 4;
 #include "attend.inl"
 #include "amx_tiles.inl"
 #include "attend_amx.inl"

@@ -1,6 +1,5 @@
 // All kernels, for the instruction set whose vec_*.inl comes before. Included inside its namespace and target region.
 #include "traits.inl"
-inline constexpr int kChunkPages = 4;  // whose keys and values lie in the L1 cache together
 #include "attend.inl"
 #include "salience.inl"
 #include "code_ops.inl"

@@ -72,6 +72,16 @@ def test_the_retained_set_is_that_of_the_settings() -> None:
     assert config.retained == RetainedSet(sink_tokens=0, window_tokens=16)
 
 
+def test_dense_keeps_the_summary_that_is_asked_for_and_else_none() -> None:
+    config = HybridSparseConfig(policy="dense")
+    assert (config.summary, config.page_summary, config.code_bits) == (None, "none", None)
+    for device in ("none", "emulated", "cuda"):
+        asked = HybridSparseConfig(policy="dense", summary="key_codes", device=device)
+        assert (asked.page_summary, asked.code_bits) == ("key_codes", 2)
+    message = refusal_of({"policy": "dense", "code_bits": 1})
+    assert message == "hybrid_sparse.code_bits=1: used by summary key_codes only, and the summary is none"
+
+
 def test_hgca_judges_tokens_and_keeps_no_summary() -> None:
     config = HybridSparseConfig.from_mapping({"policy": "hgca"})
     assert config.salience == SalienceSpec(beta=1.0, alpha=0.1)
