@@ -177,8 +177,8 @@ class HybridSparseConfig:
             values=f"one of {', '.join(SUMMARIES)}",
             allows=SUMMARIES.__contains__,
             meaning="what is kept of a page to estimate its score: bits of its keys (RaBitQ), ArkVale's centre, "
-            "Quest's bounds; fluxion takes key_codes or minmax, whichever its predictor was made for; dense, which reads "
-            "none, keeps none where it is not given",
+            "Quest's bounds; fluxion takes key_codes or minmax, whichever its predictor was made for; dense, which "
+            "reads none, keeps none where it is not given",
             policies=(*PAGE_POLICIES, "fluxion"),
         )
     )
