@@ -40,6 +40,9 @@ def isa(request: pytest.FixtureRequest) -> str:
     """Every instruction set by name; those that this machine lacks are skipped by name."""
     if request.param not in supported_isas():
         pytest.skip(f"this machine has no {request.param}")
+    dtype = request.node.callspec.params.get("dtype", torch.bfloat16)
+    if request.param == "amx_bf16" and dtype != torch.bfloat16:
+        pytest.skip(f"in {dtype} amx_bf16 has the kernels of avx512_vnni")
     return str(request.param)
 
 

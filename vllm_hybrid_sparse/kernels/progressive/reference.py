@@ -52,6 +52,7 @@ def progressive_attention(
     query        [group, head_dim]     bf16 | f16 | f32
     key, value   [seq_len, head_dim]   same dtype, the current token included
     scale        factor of the scores
+    summary      minmax | cuboid_mean | key_codes | none, with which nothing can be ranked
     """
     first_page, end_page = retained.candidate_range(len(key))
     attend = partial(attend_pages, query, key, value, scale=scale)
@@ -62,6 +63,9 @@ def progressive_attention(
     if summary == "key_codes":
         scores = estimate_weights(query, encode_keys(candidates, code_bits), scale)
         ranking = selector.order(scores.numpy(), log_as_acc.numpy())
+    elif summary == "none":
+        assert not selector.spec.ranked
+        ranking = selector.order(torch.zeros(len(query), end_page - first_page).numpy())
     else:
         scores = score_pages(query, summarize_pages(candidates, summary), scale, summary)
         ranking = selector.order(scores.numpy())
