@@ -20,8 +20,8 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def allow(cpus: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that started this one may run on these cores."""
-    monkeypatch.setattr(cores.os, "sched_getaffinity", {os.getppid(): cpus}.__getitem__)
+    """The process that started this one may run on these cores, this one on the least of them."""
+    monkeypatch.setattr(cores.os, "sched_getaffinity", {os.getppid(): cpus, 0: {min(cpus)}}.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +97,14 @@ def test_a_number_that_is_given_is_taken_with_threads_of_its_own_beyond_the_team
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     runtime = HostRuntime(HybridSparseConfig(num_threads=3))
     assert (runtime.pool.size, runtime.helpers) == (3, "own")
+
+
+def test_more_threads_than_cores_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    allow({4, 5, 6}, monkeypatch)
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", "4 5")
+    HostRuntime(HybridSparseConfig(num_threads=3, thread_pool="own"))
+    assert caplog.text == ""
+    HostRuntime(HybridSparseConfig(num_threads=4, thread_pool="own"))
+    assert "hybrid_sparse.num_threads=4: more than the 3 cores there are" in caplog.text

@@ -22,6 +22,11 @@ def other_cores() -> list[int]:
     return sorted(os.sched_getaffinity(os.getppid()) - set(bound)) if bound else []
 
 
+def num_usable_cores() -> int:
+    """How many cores threads of this process can have: its own, and those that vLLM bound nobody of it to."""
+    return len(os.sched_getaffinity(0).union(bound_cores(), other_cores()))
+
+
 def helper_cpus(threads: int) -> list[int]:
     """A core for each helper thread, the caller's excluded; empty: none in particular.
 

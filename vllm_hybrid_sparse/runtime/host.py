@@ -17,7 +17,7 @@ from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
-from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus
+from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus, num_usable_cores
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 from vllm_hybrid_sparse.values import CODE_BITS, SPLIT_HEAD_DIM
@@ -45,6 +45,12 @@ class HostRuntime:
         self.settings = settings
         self.selection = native_selection(settings.selection, settings.retained)
         threads = settings.num_threads or default_threads(settings.device, local_workers)
+        if settings.num_threads and settings.num_threads > (cores := num_usable_cores()):
+            logger.warning(
+                "hybrid_sparse.num_threads=%d: more than the %d cores there are, where they wait for each other",
+                threads,
+                cores,
+            )
         helpers = settings.thread_pool
         if helpers == "auto":
             has_team = settings.device != "cuda" and _native.openmp_is_loaded() and threads <= torch.get_num_threads()

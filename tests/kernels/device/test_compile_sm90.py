@@ -59,12 +59,15 @@ def test_the_list_of_kernels_is_whole() -> None:
     assert kernels_of_the_package() == KERNELS
 
 
-def test_every_kernel_compiles_for_sm_90_and_in_half_precision_keeps_to_its_registers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_every_kernel_compiles_for_sm_90_and_in_half_precision_keeps_to_its_registers(
+    tmp_path: Path, *, few: bool
+) -> None:
     if not compiler_of_triton().exists():
         pytest.skip("this build of Triton brings no ptxas")
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.device.compile_sm90"],
+        [sys.executable, "-m", "tests.kernels.device.compile_sm90", *(["--few"] if few else [])],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
