@@ -9,7 +9,7 @@ START_TIMEOUT_S = 600  # compiling, on a busy machine
 MAX_MODEL_TOKENS = 2048
 CHUNK_TOKENS = 256
 _KV_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4  # SmolLM2-135M in fp32: K and V, 30 layers, 3 heads of 64
-_SUMMARY_SHARE = 1 / 32  # of the KV bytes, with the default summary
+_SUMMARY_SHARE = {"dense": 0.0, "progressive": 1 / 32}  # of the KV bytes, with the default summary
 CAPACITY_TOKENS = 2400  # little more than one longest request, so that concurrent requests preempt each other
 
 
@@ -49,8 +49,9 @@ class Variant:
     def args(self) -> list[str]:
         """Arguments of `vllm serve`: small prefill chunks, and a KV cache that concurrent requests overflow."""
         threshold = {"threshold": 1.0} if self.policy == "progressive" else {}
+        bytes_per_token = _KV_BYTES_PER_TOKEN * (1 + _SUMMARY_SHARE[self.policy])
         return [
-            *stock_args("float32", MAX_MODEL_TOKENS, int(CAPACITY_TOKENS * _KV_BYTES_PER_TOKEN * (1 + _SUMMARY_SHARE))),
+            *stock_args("float32", MAX_MODEL_TOKENS, int(CAPACITY_TOKENS * bytes_per_token)),
             *our_args(policy=self.policy, **threshold),
             f"--block-size={self.block_tokens}",
             f"--max-num-batched-tokens={CHUNK_TOKENS}",
