@@ -11,7 +11,7 @@ from tests.system.completions import Answer, complete, hang_up, metric, post
 from tests.system.test_families import byte_prompts
 from tests.system.tiny_models import make_tiny_model
 from tests.system.variants import START_TIMEOUT_S, server_env, stock_args
-from vllm_hybrid_sparse.cli.server import Server
+from vllm_hybrid_sparse.cli.server import Server, core_list
 
 LIMIT_TOKENS = 1600
 
@@ -27,7 +27,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--additional-config.hybrid_sparse.topk_ratio=0.05",
         "--enforce-eager",
     ]
-    with Server(make_tiny_model("llama-gqa", folder), args, server_env(), folder / "server.log") as running:
+    bound = {**server_env(), "VLLM_CPU_OMP_THREADS_BIND": core_list()}
+    with Server(make_tiny_model("llama-gqa", folder), args, bound, folder / "server.log") as running:
         running.wait_ready(START_TIMEOUT_S)
         yield running
 
