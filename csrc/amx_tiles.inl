@@ -19,7 +19,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Tiles of `rows` rows, until it goes: what runs next on the thread, oneDNN for one, finds the tiles as it would after itself.
+// Tiles of `rows` rows, until it goes: what runs next on the thread, oneDNN for one, finds no tiles of ours.
 class Tiles {
  public:
   explicit Tiles(int rows) {

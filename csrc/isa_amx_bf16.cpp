@@ -33,8 +33,7 @@ static bool may_use_tiles() {
 static bool runs_here() {
   static const bool result = [] {
     unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!has_avx512() || !__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("avx512bf16")) return false;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if (!avx512_bf16().runs_here() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
     return (d & kAmxBf16) && (d & kAmxTile) && may_use_tiles();
   }();

@@ -45,7 +45,7 @@ class HostRuntime:
         self.settings = settings
         self.selection = native_selection(settings.selection, settings.retained)
         threads = settings.num_threads or default_threads(settings.device, local_workers)
-        if settings.num_threads and settings.num_threads > (cores := num_usable_cores()):
+        if settings.num_threads > (cores := num_usable_cores()):
             logger.warning(
                 "hybrid_sparse.num_threads=%d: more than the %d cores there are, where they wait for each other",
                 threads,
