@@ -49,6 +49,16 @@ def complete(
     return asyncio.run(_complete_all(server, prompts, max_tokens, concurrency, margins))
 
 
+def complete_together(server: Server, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
+    """As `complete`, all prompts in one HTTP request, so that none arrives late on a busy machine."""
+    payload = _payload(server, prompts[0], max_tokens) | {"prompt": [list(prompt) for prompt in prompts]}
+    status, body = post(server, payload)
+    if status != 200:
+        raise server.failure(f"HTTP {status} to {len(prompts)} prompts: {body[:500]}")
+    choices = sorted(json.loads(body)["choices"], key=lambda choice: int(choice["index"]))
+    return [Answer(tuple(choice["token_ids"])) for choice in choices]
+
+
 def complete_while_aborting(
     server: Server, prompts: Sequence[Sequence[int]], aborted: Sequence[Sequence[int]], max_tokens: int
 ) -> list[Answer]:

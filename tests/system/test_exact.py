@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.completions import Answer, complete, complete_while_aborting, difference, metric
+from tests.system.completions import (
+    Answer,
+    complete,
+    complete_together,
+    complete_while_aborting,
+    difference,
+    metric,
+)
 from tests.system.conftest import ANSWER_TOKENS
 from tests.system.variants import DEFAULT_VARIANTS, SLOW_VARIANTS, START_TIMEOUT_S, Variant, server_env
 from vllm_hybrid_sparse.cli.server import Server
@@ -59,7 +66,7 @@ def test_batched(server: Server, reference: References, exact_prompts: list[list
 def test_preempted(server: Server, reference: References, crowd: list[list[int]]) -> None:
     """Requests that outgrow the KV cache together: some lose their blocks and are computed again."""
     preempted = metric(server, "vllm:num_preemptions_total")
-    answers = complete(server, crowd, ANSWER_TOKENS, concurrency=len(crowd))
+    answers = complete_together(server, crowd, ANSWER_TOKENS)
     assert_equal_answers(reference, crowd, answers)
     assert metric(server, "vllm:num_preemptions_total") > preempted, "nothing was preempted: the case is not tested"
 
