@@ -1,6 +1,9 @@
-"""What all tests share: no clock decides, and the device's kernels are interpreted.
+"""What all tests share: no clock decides, threads that wait sleep, and the device's kernels are interpreted.
 
 Hypothesis's limits on time are off: a busy machine fails no test.
+
+OpenMP's threads would spin while they wait, and two test processes hold each other up with it. Its library reads what to do
+when torch loads it.
 
 Triton decides when a kernel is defined whether it will be interpreted or compiled: here it is told to interpret.
 
@@ -18,6 +21,8 @@ hypothesis.settings.register_profile(
     "any_machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any_machine")
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _VARIABLE = "TRITON_INTERPRET"
 _given = _VARIABLE in os.environ
