@@ -2,8 +2,8 @@
 
 Hypothesis's limits on time are off: a busy machine fails no test.
 
-OpenMP's threads would spin while they wait, and two test processes hold each other up with it. Its library reads what to do
-when torch loads it.
+OpenMP's threads would spin while they wait, and so two test processes hold each other up. Its library reads what to
+do when torch loads it.
 
 Triton decides when a kernel is defined whether it will be interpreted or compiled: here it is told to interpret.
 
