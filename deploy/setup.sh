@@ -93,6 +93,7 @@ install_tools() {
 }
 
 compiler= # the process, leader of a group, that installs the project
+
 begin_project() {
   say "vllm-hybrid-sparse itself: compiling csrc/, output in $STAMPS/project.log"
   setsid "${PIP[@]}" install --no-deps --no-build-isolation --editable . >"$STAMPS/project.log" 2>&1 9<&- &
