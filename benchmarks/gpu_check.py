@@ -25,6 +25,9 @@ from benchmarks.report import markdown_table
 NOT_INSTALLED = 77
 """Exit status of a stage that lacks what it needs (deploy/gpu/smoke.py)."""
 
+CORES_PER_ENGINE = 1.25
+"""By which the engines and tests that run at a time are counted: each waits now and then."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -55,13 +58,17 @@ class Outcome:
 def stages(out: Path) -> list[Stage]:
     """All parts, by worth; `out` is where they may leave files."""
     python = sys.executable
+    jobs = max(1, int((os.cpu_count() or 1) / CORES_PER_ENGINE))
     smoke = str(REPOSITORY / "deploy" / "gpu" / "smoke.py")
     return [
         Stage(name="smoke: vLLM's operators", command=(python, smoke, "ops")),
         Stage(name="smoke: merge_state", command=(python, smoke, "merge")),
         Stage(
             name="tests",
-            command=("env", "TRITON_INTERPRET=0", python, "-m", "pytest", "-m", "gpu", "-q", "tests/kernels"),
+            command=(
+                *("env", "TRITON_INTERPRET=0", python, "-m", "pytest", "-m", "gpu", "-q", "tests/kernels"),
+                *("-n", str(jobs)),  # most of their time is Triton's, which compiles
+            ),
             timeout_s=600,
         ),
         Stage(
@@ -72,12 +79,15 @@ def stages(out: Path) -> list[Stage]:
         Stage(name="smoke: FLASH_ATTN", command=(python, smoke, "flash_attn")),
         Stage(name="smoke: CUDA graphs", command=(python, smoke, "graphs")),
         Stage(name="smoke: TRITON_ATTN", command=(python, smoke, "triton_attn")),
-        *(
-            Stage(name=f"serving: {case}", command=(python, "-m", "benchmarks.gpu_serving", case), timeout_s=600)
-            for case in (
+        Stage(
+            name="serving",
+            command=(
+                *(python, "-m", "benchmarks.gpu_serving"),
                 *("dense", "resident", "ranked", "ranked_threshold", "graphs"),
                 *("small_pool", "threshold", "shared", "salient", "predicted", "runner_v1"),
-            )
+                *("--jobs", str(jobs), "--logs", str(out / "serving")),
+            ),
+            timeout_s=600,
         ),
         Stage(
             name="time per token",

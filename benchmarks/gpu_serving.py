@@ -1,11 +1,12 @@
 """Greedy answers of vLLM with hybrid_sparse, where it must be exact, against those of another backend.
 
-    python -m benchmarks.gpu_serving CASE [--baseline FLASH_ATTN] [--dtype bfloat16] [--device cuda]
+    python -m benchmarks.gpu_serving CASE… [--jobs 4] [--baseline FLASH_ATTN] [--dtype bfloat16] [--device cuda]
 
 A random Llama of four layers answers prompts from 3 to 1500 tokens, with shared beginnings, in chunks. Each engine runs
-in a process of its own. At half precision two backends may round to different tokens where two are as likely: such a
-place is a tie, the answers are compared up to it, and it is named. Anything else is a failure, and the exit status 1;
-77 where vLLM is not installed. On a machine without a GPU: `--baseline CPU_ATTN --dtype float32 --device emulated`.
+in a process of its own, `--jobs` of them at a time, the baseline's first. At half precision two backends may round to
+different tokens where two are as likely: such a place is a tie, the answers are compared up to it, and it is named.
+Anything else is a failure, and the exit status 1, with what the engine said last where it gave no answers; 77 where
+vLLM is not installed. On a machine without a GPU: `--baseline CPU_ATTN --dtype float32 --device emulated`.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +30,7 @@ VOCABULARY = 512
 NEW_TOKENS = 24
 SHOWN = 5  # most likely tokens that are kept of every place
 TIES = {"bfloat16": 0.15, "float16": 0.03, "float32": 1e-3}  # log-probabilities this close may round either way
-ENGINE_TIMEOUT_S = 280
+SHOWN_LINES = 40  # of the log of an engine that failed
 
 NEARLY_ALL = 0.999999
 ALL_SALIENT = 1e-9  # of HGCA's beta: every token that was given any weight
@@ -37,6 +39,10 @@ RETAINED = {"sink_tokens": 16, "window_tokens": 64}
 TIERED = {**RETAINED, "policy": "dense", "device_resident_share": 0, "device_ranking": "host"}
 # Rows whose pages the device chooses by itself, in a pool too small for them.
 RANKED = {**TIERED, "device_ranking": "device", "device_pool_pages": 512, "admission": "none"}
+
+
+class EngineError(RuntimeError):
+    """An engine ended without answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +132,7 @@ def answer(folder: Path, backend: str, dtype: str, settings: Mapping[str, Any] |
         dtype=dtype,
         max_model_len=2048,
         max_num_batched_tokens=256,  # long prompts come in chunks, beside rows that decode
-        gpu_memory_utilization=0.5,
+        gpu_memory_utilization=0.25,  # other engines may run beside this one
         kv_cache_memory_bytes=2**28,
         enforce_eager=eager,
         skip_tokenizer_init=True,
@@ -175,52 +181,116 @@ def compare(theirs: Sequence[Any], ours: Sequence[Any], tie: float) -> tuple[lis
     return lines, fine
 
 
-def run_engine(arguments: Sequence[str], env: Mapping[str, str], out: Path) -> Any:
-    """Answer in a process of its own. Raises CalledProcessError or TimeoutExpired where it does not."""
+def run_engine(arguments: Sequence[str], env: Mapping[str, str], out: Path, timeout_s: float) -> Any:
+    """Answer in a process of its own, with what it says in a `.log` beside `out`. EngineError where it does not."""
     command = [sys.executable, "-m", "benchmarks.gpu_serving", *arguments, "--answers", str(out)]
-    subprocess.run(command, env=os.environ | dict(env), check=True, timeout=ENGINE_TIMEOUT_S)
+    log = out.with_suffix(".log")
+    try:
+        with log.open("w", encoding="utf-8") as file:
+            subprocess.run(
+                command,
+                env=os.environ | dict(env),
+                check=True,
+                timeout=timeout_s,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+    except subprocess.SubprocessError as error:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
+        raise EngineError("\n".join([*lines, f"{out.stem}: {error}"])) from error
     return json.loads(out.read_text(encoding="utf-8"))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare one case with the baseline."""
+def run_engines(options: argparse.Namespace, folder: Path) -> dict[str, Future[Any]]:
+    """The answers of the baseline and of every case."""
+    common = ["--baseline", options.baseline, "--dtype", options.dtype, "--device", options.device]
+    common += ["--model", str(folder / "model")]
+    with ThreadPoolExecutor(max_workers=options.jobs) as engines:
+        begun = {
+            "baseline": engines.submit(
+                run_engine,
+                [options.cases[0], *common, "--side", "baseline"],
+                {},
+                options.logs / "baseline.json",
+                options.timeout,
+            )
+        }
+        for case in options.cases:
+            begun[case] = engines.submit(
+                run_engine,
+                [case, *common, "--side", "ours"],
+                CASES[case].env,
+                options.logs / f"{case}.json",
+                options.timeout,
+            )
+    return begun
+
+
+def report(case: str, answers: Mapping[str, Future[Any]], options: argparse.Namespace) -> bool:
+    """Say how the answers of a case compare, and return whether they agree."""
+    for side in ("baseline", case):
+        if error := answers[side].exception():
+            print(f"{error}\n{case}: no answers of {side if side == case else options.baseline}")
+            return False
+    lines, fine = compare(answers["baseline"].result(), answers[case].result(), TIES[options.dtype])
+    print("\n".join(f"{case}: {line}" for line in lines if not line.endswith("equal")))
+    equal = sum(line.endswith("equal") for line in lines)
+    print(f"{case}: {equal} of {len(lines)} answers equal to {options.baseline}, {'ok' if fine else 'WRONG'}")
+    return fine
+
+
+def serve_here(options: argparse.Namespace) -> None:
+    """Answer in this process, and write the answers."""
+    (name,) = options.cases
+    case, ours = CASES[name], options.side == "ours"
+    settings = None
+    if ours:
+        from benchmarks.accuracy.fixed_budget import with_fixed_predictor  # noqa: PLC0415  (imports torch)
+
+        given = {**case.settings, "device": options.device}
+        settings = with_fixed_predictor(given, 1.0, options.model, options.answers.with_suffix(".safetensors"))
+    backend = "hybrid_sparse" if ours else options.baseline
+    answers = answer(options.model, backend, options.dtype, settings, eager=case.eager or not ours)
+    options.answers.write_text(json.dumps(answers), encoding="utf-8")
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's options, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=CASES)
+    parser.add_argument("cases", nargs="+", choices=CASES, metavar="CASE", help=f"among {', '.join(CASES)}")
     parser.add_argument("--baseline", default="FLASH_ATTN")
     parser.add_argument("--dtype", default="bfloat16", choices=TIES)
     parser.add_argument("--device", default="cuda", choices=("cuda", "emulated", "none"))
+    parser.add_argument("--jobs", default=1, type=int, help="engines at a time (%(default)s)")
+    parser.add_argument("--timeout", default=280.0, type=float, help="seconds of one engine (%(default)s)")
+    parser.add_argument("--logs", type=Path, help="folder that keeps what the engines said and answered")
     parser.add_argument("--side", choices=("baseline", "ours"), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--answers", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    case = CASES[options.case]
-    if options.side:
-        ours = options.side == "ours"
-        backend = "hybrid_sparse" if ours else options.baseline
-        settings = None
-        if ours:
-            from benchmarks.accuracy.fixed_budget import with_fixed_predictor  # noqa: PLC0415  (imports torch)
+    if options.jobs < 1:
+        parser.error(f"--jobs={options.jobs}: must be at least 1")
+    return options
 
-            given = {**case.settings, "device": options.device}
-            settings = with_fixed_predictor(given, 1.0, options.model, options.answers.with_suffix(".safetensors"))
-        answers = answer(options.model, backend, options.dtype, settings, eager=case.eager)
-        options.answers.write_text(json.dumps(answers), encoding="utf-8")
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare some cases with the baseline."""
+    options = parse_arguments(arguments)
+    if options.side:
+        serve_here(options)
         return 0
     if find_spec("vllm") is None:
         print("vllm is not installed")
         return NOT_INSTALLED
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        options.logs = options.logs or folder
+        options.logs.mkdir(parents=True, exist_ok=True)
         write_model(folder / "model", options.dtype)
-        given = [options.case, "--baseline", options.baseline, "--dtype", options.dtype, "--device", options.device]
-        given += ["--model", str(folder / "model")]
-        theirs = run_engine([*given, "--side", "baseline"], {}, folder / "baseline.json")
-        ours = run_engine([*given, "--side", "ours"], case.env, folder / "ours.json")
-    lines, fine = compare(theirs, ours, TIES[options.dtype])
-    print("\n".join(lines))
-    equal = sum(line.endswith("equal") for line in lines)
-    print(f"{options.case}: {equal} of {len(lines)} answers equal to {options.baseline}, {'ok' if fine else 'WRONG'}")
-    return 0 if fine else 1
+        answers = run_engines(options, folder)
+        fine = [report(case, answers, options) for case in options.cases]
+    print(f"serving: {sum(fine)} of {len(fine)} cases ok")
+    return 0 if all(fine) else 1
 
 
 if __name__ == "__main__":

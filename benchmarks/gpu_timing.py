@@ -17,11 +17,14 @@ On a machine without a GPU: `--device emulated --baseline CPU_ATTN --layers 2 --
 """
 
 import argparse
+import fcntl
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -84,6 +87,7 @@ FLUXION_BUDGET = 0.05  # of the candidates, as the other sides read
 DEFAULT_SIDES = (BASELINE, "resident", "ranked", FIXED, "topk", "queue")
 DEFAULT_CASES = "8Kx1,8Kx32,32Kx4,128Kx1,128Kx4"
 BF16_BYTES = 2
+OVERLAPPED_SHARE = 0.9  # of the GPU's memory, for all sides
 _SHOWN_LINES = 40  # of the log of a side that failed
 _SPARE = 1.15  # summaries and blocks begun, of the KV bytes
 _SPARE_TOKENS = 256  # blocks begun, and one that vLLM keeps to itself
@@ -126,6 +130,8 @@ def engine_arguments(options: argparse.Namespace, cases: Sequence[Case]) -> Json
         "enable_flashinfer_autotune": False,
         "seed": 0,
     }
+    if options.overlap:
+        arguments["gpu_memory_utilization"] = OVERLAPPED_SHARE / len(options.sides.split(","))
     if options.model is None:
         arguments["load_format"] = "dummy"
     if not options.computed:
@@ -202,13 +208,28 @@ def serve_side(side: str, options: argparse.Namespace, cases: Sequence[Case], ou
     llm = LLM(**(common | side_arguments(side, options, common)))
     before = counters(generate_latest(REGISTRY).decode())
     for case in sorted(cases):
-        for round_ in range(options.rounds + 1):  # the first warms the pool and compiles
-            timed = time_round(llm.llm_engine, case, options.tokens, f"{case.name}-{round_}", apart=side == OFFLOAD)
-            after = counters(generate_latest(REGISTRY).decode())
-            row = {"side": side, "case": case.name, "round": round_, **timed, **differences(before, after)}
-            before = after
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        with alone(options.turn):
+            for round_ in range(options.rounds + 1):  # the first warms the pool and compiles
+                timed = time_round(llm.llm_engine, case, options.tokens, f"{case.name}-{round_}", apart=side == OFFLOAD)
+                after = counters(generate_latest(REGISTRY).decode())
+                row = {"side": side, "case": case.name, "round": round_, **timed, **differences(before, after)}
+                before = after
+                with out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+@contextmanager
+def alone(turn: Path | None) -> Iterator[None]:
+    """Let no other side of the run compute meanwhile.
+
+    turn   a file that all sides lock in turn; None where there is only one side at a time
+    """
+    if turn is None:
+        yield
+        return
+    with turn.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def time_round(engine: Any, case: Case, tokens: int, name: str, *, apart: bool) -> dict[str, float]:
@@ -256,6 +277,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", default=3, type=int, help="timed after one that is not")
     parser.add_argument("--side-timeout", default=270, type=int, help="seconds of one side")
     parser.add_argument("--out", type=Path, help="result file instead of a new one in benchmarks/results")
+    parser.add_argument("--overlap", action="store_true", help="start all sides at once, and time them in turns")
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--run-side", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -280,6 +303,8 @@ def run_side(side: str, given: Sequence[str], options: argparse.Namespace, out: 
     rows = out / f"{side}.jsonl"
     command = [sys.executable, "-m", "benchmarks.gpu_timing", *given, "--run-side", side, "--rows", str(rows)]
     command += ["--folder", str(options.folder)]
+    if options.overlap:
+        command += ["--turn", str(out / "turn")]
     log = out / f"{side}.log"
     stage = Stage(name=side, command=tuple(command), timeout_s=options.side_timeout, grace_s=3.0)
     outcome = run_stage(stage, log)
@@ -287,6 +312,15 @@ def run_side(side: str, given: Sequence[str], options: argparse.Namespace, out: 
         print("\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]))
     lines = rows.read_text(encoding="utf-8").splitlines() if rows.is_file() else []
     return [json.loads(line) for line in lines], outcome.status
+
+
+def run_sides(given: Sequence[str], options: argparse.Namespace, out: Path) -> Iterator[tuple[str, list[Json], str]]:
+    """All sides as they end, with what `run_side` returns of each: one after another, or, with --overlap, at once."""
+    sides = options.sides.split(",")
+    with ThreadPoolExecutor(max_workers=len(sides) if options.overlap else 1) as starts:
+        ends = {starts.submit(run_side, side, given, options, out): side for side in sides}
+        for ended in as_completed(ends):
+            yield (ends[ended], *ended.result())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -307,9 +341,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.folder = options.model or Path(name) / "model"
         if options.model is None:
             write_config(options.folder, options.layers, options.hidden)
-        for side in options.sides.split(","):
-            made, ends[side] = run_side(side, given, options, Path(name))
+        for side, made, end in run_sides(given, options, Path(name)):
             rounds += made
+            ends[side] = end
             rows = summarise(rounds)
             content = {"ends": ends, "device": options.device, "device_gib": options.device_gib, "rows": rows}
             path = save("gpu-timing", {**content, "rounds": rounds}, path)

@@ -3,8 +3,9 @@
 #
 #   deploy/gpu/bootstrap.sh BUNDLE && . /tmp/site/env.sh && make gpu-check GPU_PYTHON=python3
 #
-# Unpacks every BUNDLE/site*.tar.xz, compiles this project's native core, and writes /tmp/site/env.sh. Without a bundle
-# the project alone is made ready: its kernels' tests and benchmarks need no vLLM. DEST is /tmp unless it is set.
+# Unpacks every BUNDLE/site*.tar.xz, installs this project from BUNDLE's wheel (without one its native core is compiled),
+# and writes /tmp/site/env.sh. Without a bundle the project alone is made ready: its kernels' tests and benchmarks need no
+# vLLM. DEST is /tmp unless it is set.
 set -euo pipefail
 readonly ROOT=$(cd "$(dirname "$0")/../.." && pwd)
 readonly DEST=${DEST:-/tmp}
@@ -27,10 +28,15 @@ unpack_all() {
   for pid in "${pids[@]}"; do wait "$pid"; done
 }
 
-# The project itself: vLLM finds it by its .dist-info in SITE, and the checkout runs with the same native core.
+# The project itself: vLLM finds it by its .dist-info in SITE, and the checkout runs with the same native core. What SITE
+# has of it is a link to the checkout, which may have changed since the wheel was made.
 install_project() {
-  "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation --no-index --upgrade --target "$SITE" "$ROOT"
+  local wheel
+  wheel=$(find "${1:-/nonexistent}" -name 'vllm_hybrid_sparse-*.whl' 2>/dev/null | head -1)
+  "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation --no-index --upgrade --target "$SITE" "${wheel:-$ROOT}"
   cp "$SITE"/vllm_hybrid_sparse/_native*.so "$ROOT/vllm_hybrid_sparse/"
+  rm -rf "$SITE/vllm_hybrid_sparse"
+  ln -s "$ROOT/vllm_hybrid_sparse" "$SITE/vllm_hybrid_sparse"
 }
 
 write_environment() {
@@ -46,6 +52,6 @@ X
 mkdir -p "$SITE"
 if [[ $# -gt 0 ]]; then unpack_all "$1"; fi
 echo "bootstrap: unpacked after $SECONDS s"
-install_project
+install_project "$@"
 write_environment
 echo "bootstrap: ready after $SECONDS s; now: . $SITE/env.sh"
