@@ -203,8 +203,17 @@ def run_engine(arguments: Sequence[str], env: Mapping[str, str], out: Path, time
 
 def run_engines(options: argparse.Namespace, folder: Path) -> dict[str, Future[Any]]:
     """The answers of the baseline and of every case."""
+    from benchmarks.accuracy.fixed_budget import with_fixed_predictor  # noqa: PLC0415  (imports torch)
+
     common = ["--baseline", options.baseline, "--dtype", options.dtype, "--device", options.device]
     common += ["--model", str(folder / "model")]
+
+    def given(case: str) -> str:
+        """The settings of a case; a predictor is made here, since torch's threads do not outlive an engine's fork."""
+        path = options.logs / f"{case}.safetensors"
+        settings = {**CASES[case].settings, "device": options.device}
+        return json.dumps(with_fixed_predictor(settings, 1.0, folder / "model", path))
+
     with ThreadPoolExecutor(max_workers=options.jobs) as engines:
         begun = {
             "baseline": engines.submit(
@@ -218,7 +227,7 @@ def run_engines(options: argparse.Namespace, folder: Path) -> dict[str, Future[A
         for case in options.cases:
             begun[case] = engines.submit(
                 run_engine,
-                [case, *common, "--side", "ours"],
+                [case, *common, "--side", "ours", "--settings", given(case)],
                 CASES[case].env,
                 options.logs / f"{case}.json",
                 options.timeout,
@@ -249,6 +258,9 @@ def serve_here(options: argparse.Namespace) -> None:
 
         given = {**case.settings, "device": options.device}
         settings = with_fixed_predictor(given, 1.0, options.model, options.answers.with_suffix(".safetensors"))
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = (
+            "spawn"  # torch has computed here: its threads don't outlive a fork
+        )
     backend = "hybrid_sparse" if ours else options.baseline
     answers = answer(options.model, backend, options.dtype, settings, eager=case.eager or not ours)
     options.answers.write_text(json.dumps(answers), encoding="utf-8")
@@ -266,6 +278,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder that keeps what the engines said and answered")
     parser.add_argument("--side", choices=("baseline", "ours"), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--settings", help=argparse.SUPPRESS)
     parser.add_argument("--answers", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.jobs < 1:

@@ -19,6 +19,7 @@ On a machine without a GPU: `--device emulated --baseline CPU_ATTN --layers 2 --
 import argparse
 import fcntl
 import json
+import os
 import sys
 import tempfile
 import time
@@ -205,6 +206,7 @@ def serve_side(side: str, options: argparse.Namespace, cases: Sequence[Case], ou
     if side == OFFLOAD:
         cases = fitting(options, cases)
     common = engine_arguments(options, cases)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # torch may compute here, whose threads don't outlive a fork
     llm = LLM(**(common | side_arguments(side, options, common)))
     before = counters(generate_latest(REGISTRY).decode())
     for case in sorted(cases):

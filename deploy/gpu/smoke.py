@@ -11,6 +11,7 @@ graphs        the same with FLASH_ATTN and piecewise CUDA graphs
 Prints one line a finding. Exits with 0 where all is well, 1 where not, 77 where what the stage needs is not installed.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -110,6 +111,7 @@ def write_tiny_model(folder: Path) -> None:
 
 def answers(backend: str, *, eager: bool) -> bool:
     """Let a tiny model answer the same prompt four times; the answers must be the same."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has used the GPU, so none may be forked from it
     from vllm import LLM, SamplingParams  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:

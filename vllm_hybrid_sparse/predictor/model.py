@@ -174,9 +174,11 @@ def load_predictor(
         raise ConfigError(f"predictor={path}: must be a safetensors file ({error})") from error
     origin = PredictorOrigin.from_metadata(metadata, path.name)
     origin.check(path.name, shape, retained, ranking, tau)
-    predictor = Predictor()
+    # Nothing is computed here: vLLM's first process comes by, and torch's threads would not outlive its fork.
+    with torch.device("meta"):
+        predictor = Predictor()
     try:
-        predictor.load_state_dict(tensors)
+        predictor.load_state_dict(tensors, assign=True)
     except RuntimeError as error:  # its lines say which tensors differ
         raise ConfigError(f"predictor={path.name}: made by another release ({error}); {_REMEDY}") from error
     return predictor.eval(), origin

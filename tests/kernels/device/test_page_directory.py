@@ -280,7 +280,10 @@ def test_tables_and_orders_may_be_strided(device: torch.device) -> None:
     blocks[:, 5:21] = rows.blocks
     strided = replace(rows, order=order[:, 1, 1:3, 2:9], blocks=blocks[:, 5:21])
     directory = directory_of(64, 8, 8, held={3: 1, 1: 34}, reserve=[0, 2, 4, 5])
-    assert check_look_up(directory, strided, 2, device)[0] == check_look_up(directory, rows, 2, device)[0]
+    slots, dense_slots = (check_look_up(directory, listed, 2, device)[0] for listed in (strided, rows))
+    assert [max(slot, -1) for slot in slots] == [max(slot, -1) for slot in dense_slots]
+    if device == CPU:  # elsewhere programs race for the places of the reserve
+        assert slots == dense_slots
 
 
 @pytest.mark.parametrize("pages", [[[[], []]], [[[], [1]]]])
