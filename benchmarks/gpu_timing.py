@@ -206,7 +206,8 @@ def serve_side(side: str, options: argparse.Namespace, cases: Sequence[Case], ou
     if side == OFFLOAD:
         cases = fitting(options, cases)
     common = engine_arguments(options, cases)
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # torch may compute here, whose threads don't outlive a fork
+    if side == "fluxion":  # for whose predictor torch computes here: its threads do not outlive a fork
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     llm = LLM(**(common | side_arguments(side, options, common)))
     before = counters(generate_latest(REGISTRY).decode())
     for case in sorted(cases):
@@ -279,6 +280,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", default=3, type=int, help="timed after one that is not")
     parser.add_argument("--side-timeout", default=270, type=int, help="seconds of one side")
     parser.add_argument("--out", type=Path, help="result file instead of a new one in benchmarks/results")
+    parser.add_argument(
+        "--logs", type=Path, help="folder that keeps what the sides said, and their rounds as they come"
+    )
     parser.add_argument("--overlap", action="store_true", help="start all sides at once, and time them in turns")
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--run-side", help=argparse.SUPPRESS)
@@ -343,7 +347,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.folder = options.model or Path(name) / "model"
         if options.model is None:
             write_config(options.folder, options.layers, options.hidden)
-        for side, made, end in run_sides(given, options, Path(name)):
+        logs = options.logs or Path(name)
+        logs.mkdir(parents=True, exist_ok=True)
+        for side, made, end in run_sides(given, options, logs):
             rounds += made
             ends[side] = end
             rows = summarise(rounds)

@@ -12,7 +12,7 @@ START_TIMEOUT_S = 900  # the first start compiles
 DTYPES = {"bfloat16": 2, "float32": 4}  # bytes a number
 _SPARE = 1.15  # summaries and partly filled blocks
 FILLING_CONNECTOR = {
-    "kv_connector": "QuickFillConnector",
+    "kv_connector": "DecodeBenchConnector",
     "kv_connector_module_path": "benchmarks.serving.quick_fill",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {

@@ -6,28 +6,33 @@ torch draws random numbers on one core, a few hundred MB a second, which for 16 
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import (
-    DecodeBenchConnector,
-    DecodeBenchConnectorWorker,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as vllms
 
-_DRAWN = 2**24 + 2**12 + 1
-"""Numbers that are drawn; odd, so that a number that comes again lies at another place of its page."""
+from vllm_hybrid_sparse.memory.prefault import prefault
+
+_DRAWN = 2**24
+"""Numbers that are drawn, at least one block of them."""
 
 
-class QuickFillWorker(DecodeBenchConnectorWorker):
+class QuickFillWorker(vllms.DecodeBenchConnectorWorker):
     """What fills the memory."""
 
     def _fill_tensor(self, kv_cache: torch.Tensor, fill_mean: float, fill_std: float, fill_dtype: torch.dtype) -> None:
-        """Fill a whole tensor, a piece of all numbers at a time."""
-        flat = kv_cache.view(fill_dtype).view(-1)
-        drawn = self._make_fill_values((_DRAWN,), flat.device, fill_dtype, fill_mean, fill_std)
-        for piece in flat.split(_DRAWN):
+        """Fill a whole tensor, some blocks at a time, all pieces alike."""
+        if kv_cache.device.type == "cpu":
+            prefault(kv_cache)  # as our worker does, before small pages are touched
+        blocks = kv_cache.view(fill_dtype)
+        pieces = blocks.split(max(1, _DRAWN // max(1, blocks[0].numel())))
+        drawn = self._make_fill_values(pieces[0].shape, blocks.device, fill_dtype, fill_mean, fill_std)
+        for piece in pieces:
             piece.copy_(drawn[: len(piece)])
 
 
-class QuickFillConnector(DecodeBenchConnector):  # type: ignore[misc]  # vLLM has no types
-    """Fills the KV cache once at start-up, `startup_fill`, instead of computing prompts."""
+class DecodeBenchConnector(vllms.DecodeBenchConnector):
+    """Fills the KV cache once at start-up, `startup_fill`, instead of computing prompts.
+
+    By this name hybrid_sparse knows that it may write where the KV cache lies.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""vLLM's GPU worker over a host store, with either of its model runners. It has not run on a GPU yet."""
+"""vLLM's GPU worker over a host store, with either of its model runners."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,37 +38,41 @@ class HybridSparseCUDAWorker(HostStoreWorker, PlainOutputWorker):
     _pinned: tuple[torch.Tensor, ...] = ()  # one of each memory that is pinned
 
     def determine_available_memory(self) -> int:
-        """Bytes of the host store, by which vLLM counts its blocks; what profiling leaves of the GPU is the pool's."""
+        """Bytes of the host store, by which vLLM counts its blocks; what profiling leaves of the GPU is the pool's.
+
+        Where the settings number the pool's pages nothing needs to be measured, and vLLM only runs the model once.
+        """
         asked = self.cache_config.kv_cache_memory_bytes
         available = available_bytes()
-        workers = local_workers(self.parallel_config)
-        store = host_store_bytes(asked, available, workers)
-        self.cache_config.kv_cache_memory_bytes = None  # with it vLLM would not profile
-        try:
-            left = super().determine_available_memory()
-        finally:
-            self.cache_config.kv_cache_memory_bytes = asked
-        # By which vLLM would advise a --kv-cache-memory-bytes later, of GPU memory.
-        self.__dict__.pop("peak_activation_memory", None)
+        store = host_store_bytes(asked, available, local_workers(self.parallel_config))
         with set_current_vllm_config(self.vllm_config):
             runtime = host_runtime(settings_of(self.vllm_config))
+        pages = runtime.settings.device_pool_pages
+        left = self._memory_left(measured=pages is None, store=store)
         attentions = self._attentions()
         tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
         working = CudaLayers.working_bytes(attentions[0], tokens) if attentions else 0
         self._pool_bytes = max(0, left - working)
-        logger.warning(
-            "hybrid_sparse: this path has not run on a GPU before: compare its answers with another backend's first "
-            "(python -m benchmarks.gpu_serving, deploy/gpu/README.md)"
-        )
         logger.info(
-            "hybrid_sparse: %.1f GiB of host memory for the KV cache%s; on the GPU %.1f GiB for %s, %.1f GiB for steps",
+            "hybrid_sparse: %.1f GiB of host memory for the KV cache%s; on the GPU %s for the pool, %.1f GiB for steps",
             store / 2**30,
             "" if asked else f" (of {available / 2**30:.1f} GiB available; --kv-cache-memory-bytes gives another size)",
-            self._pool_bytes / 2**30,
-            "the pool" if runtime.settings.device_pool_pages is None else "a pool of device_pool_pages",
+            f"{self._pool_bytes / 2**30:.1f} GiB" if pages is None else f"device_pool_pages={pages}",
             working / 2**30,
         )
         return store
+
+    def _memory_left(self, *, measured: bool, store: int) -> int:
+        """Bytes of GPU memory that the model leaves, as vLLM profiles it; 0 where they are not to be measured."""
+        asked = self.cache_config.kv_cache_memory_bytes
+        self.cache_config.kv_cache_memory_bytes = None if measured else store  # with it vLLM does not profile
+        try:
+            left: int = super().determine_available_memory()
+        finally:
+            self.cache_config.kv_cache_memory_bytes = asked
+        # By which vLLM would advise a --kv-cache-memory-bytes later, of GPU memory.
+        self.__dict__.pop("peak_activation_memory", None)
+        return left if measured else 0
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the host store, pin it, and open the pool."""
