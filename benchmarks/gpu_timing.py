@@ -280,9 +280,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", default=3, type=int, help="timed after one that is not")
     parser.add_argument("--side-timeout", default=270, type=int, help="seconds of one side")
     parser.add_argument("--out", type=Path, help="result file instead of a new one in benchmarks/results")
-    parser.add_argument(
-        "--logs", type=Path, help="folder that keeps what the sides said, and their rounds as they come"
-    )
+    parser.add_argument("--logs", type=Path, help="folder that keeps what sides say, and rounds as they come")
     parser.add_argument("--overlap", action="store_true", help="start all sides at once, and time them in turns")
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--run-side", help=argparse.SUPPRESS)
