@@ -32,6 +32,7 @@ TIERED_DEVICES = ("emulated", "cuda")
 DEVICE_POOLS = ("unified", "per_layer")
 DEVICE_EVICTIONS = ("cyclic", "lru", "fifo")
 DEVICE_RANKINGS = ("host", "device")
+DEVICE_GRAPHS = ("on", "off")
 HOST_SHARES = ("none", "uniform", "length", "queue")
 ADMISSIONS = ("working_set", "none")
 CUDA_RESIDENT_SHARE = 0.75
@@ -305,6 +306,14 @@ class HybridSparseConfig:
         "ranks by key codes with an estimated remainder, or not at all",
         policies=PAGE_POLICIES,
         devices=TIERED_DEVICES,
+    )
+    device_graphs: str | None = choice_field(
+        "on",
+        DEVICE_GRAPHS,
+        "whether what is launched for rows that the device reads by itself, or whose pages it chooses, is captured in "
+        "CUDA graphs and launched as one from then on; --enforce-eager has none either",
+        policies=PAGE_POLICIES,
+        devices=("cuda",),
     )
     admission: str | None = choice_field(
         "working_set",

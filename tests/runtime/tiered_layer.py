@@ -13,6 +13,7 @@ from vllm_hybrid_sparse.kernels.page_directory.reference import check_integrity
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
+from vllm_hybrid_sparse.runtime.launch_graphs import Capture
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
 from vllm_hybrid_sparse.runtime.residency import Divide, StepResidency
 from vllm_hybrid_sparse.runtime.step import TieredLayer
@@ -29,6 +30,7 @@ class _Executor:
         self.num_kv_heads = layer.shape.num_kv_heads
         self._requests = RequestSlots()
         self._ranked: dict[tuple[int, int], list[int]] = {}  # in the last step, by token and KV head
+        self._places: dict[tuple[Any, ...], torch.Tensor] = {}
         self._starts: list[int] = []  # first token of each of its requests
 
     def forward(self, query: Any, key: Any, value: Any, kv_cache: Any, batch: Any, *rest: Any) -> None:
@@ -45,7 +47,11 @@ class _Executor:
             on_device = DeviceBatch.from_tensors(
                 query_start, seq_lens, mask.bool(), tables, of_block, slots, divide=self._layer.divide
             )
-            self._layer.on_cuda.forward(query, key, value, kv_cache, on_device, output, *states)
+            placed = [
+                self._placed(name, part) for name, part in (("q", query), ("k", key), ("v", value), ("o", output))
+            ]
+            self._layer.on_cuda.forward(*placed[:3], kv_cache, on_device, placed[3], *states)
+            output.copy_(placed[3])
             self._keep_ranked()
             if self._layer.looks_back_at_once:
                 layer = self._layer.tier.layer_of(kv_cache)
@@ -57,6 +63,11 @@ class _Executor:
         )
         self._layer.tiered.forward(query, key, value, kv_cache, tiered, output, *states)
         self._keep_ranked()
+
+    def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that lies where the last of this shape lay, as tensors between a model's captured graphs do."""
+        place = self._places.setdefault((name, *tensor.shape), torch.empty_like(tensor))
+        return place.copy_(tensor)
 
     def _keep_ranked(self) -> None:
         ranking = self._layer.tier.ranking
@@ -115,9 +126,18 @@ class TieredModel:
     """Some layers over one device tier; closing it checks that nothing is left."""
 
     def __init__(
-        self, settings: dict[str, Any], *, shape: Shape | None = None, layers: int = 1, num_blocks: int = 40
+        self,
+        settings: dict[str, Any],
+        *,
+        shape: Shape | None = None,
+        layers: int = 1,
+        num_blocks: int = 40,
+        capture: Capture | None = None,
     ) -> None:
-        """With `device: cuda` in the settings the kernels run interpreted, over slots in CPU memory."""
+        """With `device: cuda` in the settings the kernels run interpreted, over slots in CPU memory.
+
+        capture   of the layers, with which it must be able to run in CPU memory
+        """
         self._started = 0
         self.divided: StepResidency | None = None  # in the last step
         defaults: dict[str, Any] = {"device": "emulated"}
@@ -138,7 +158,8 @@ class TieredModel:
         self.tier = DeviceTier(self.config, [layer.kv_cache for layer in self.layers], kernel, device=device)
         self.tier.pool.key.fill_(torch.nan)
         self.tier.pool.value.fill_(torch.nan)
-        on_cuda = CudaLayers(self.tier, kernel, [layer.kv_cache for layer in self.layers]) if device else None
+        kv_caches = [layer.kv_cache for layer in self.layers]
+        on_cuda = CudaLayers(self.tier, kernel, kv_caches, capture) if device else None
         for layer in self.layers:
             layer.tier, layer.on_cuda, layer.tiered_attention = self.tier, on_cuda, kernel
             layer.tiered = on_cuda.tiered if on_cuda else TieredLayer(self.tier, kernel, shape.scale)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
@@ -88,7 +88,13 @@ class HybridSparseCUDAWorker(HostStoreWorker, PlainOutputWorker):
         for kv_cache in one_of_each_storage(kv_caches):
             pin(kv_cache)
             self._pinned = (*self._pinned, kv_cache)
-        self._runtime.open_device(kv_caches, self._attentions(), device=self.device, device_bytes=self._pool_bytes)
+        self._runtime.open_device(
+            kv_caches,
+            self._attentions(),
+            device=self.device,
+            device_bytes=self._pool_bytes,
+            captures=self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE,  # not --enforce-eager
+        )
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """The forward pass of one step, with the block tables of its requests in host memory."""

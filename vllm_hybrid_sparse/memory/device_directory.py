@@ -66,7 +66,6 @@ class DirectoryKernels(Protocol):
         store_pages: int,
         first_entry: int,
         kv_heads: int,
-        step: int,
         admit: bool = True,
     ) -> Listed:
         """List pages and say where they lie."""
@@ -213,6 +212,5 @@ class DeviceDirectory:
             store_pages=self._store_pages,
             first_entry=layer * self._kv_heads * self._store_pages,
             kv_heads=self._kv_heads,
-            step=self.step,
             admit=admit,
         )

@@ -86,12 +86,22 @@ class WriteThrough:
         frames            None: the host store is all that gets them
         filled_pages      of the host store, those that the tokens fill
         """
+        self.launch_rows(key, value, offsets, places, frames)
+        self.rows_stored(filled_pages)
+
+    def launch_rows(
+        self, key: Tensor, value: Tensor, offsets: Tensor, places: Tensor, frames: TokenFrames | None
+    ) -> None:
+        """What `store_rows` launches first; `rows_stored` must follow."""
         store_tokens(self._source.elements, offsets, places, key, value, frames)
+
+    def rows_stored(self, filled_pages: Sequence[int]) -> None:
+        """Rows were stored by what the caller's queue was given; see `store_rows`."""
         if self._encode is None:
             self._fill_blocks(filled_pages)
         elif filled_pages:
             self._encode(filled_pages)
-        self._rows_stored = current_queue(key.device).mark()
+        self._rows_stored = current_queue(self._queue.device).mark()
 
     def encode_chunks(self) -> None:
         """Have the device summarise what chunks filled, where it does: from the host store, so over the link.

@@ -21,6 +21,7 @@ from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
 from vllm_hybrid_sparse.memory.queues import Mark, current_queue, host_empty, open_queue, upload
 from vllm_hybrid_sparse.memory.write_through import Encode, Stored, WriteThrough
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch, PromptChunk
+from vllm_hybrid_sparse.runtime.launch_graphs import Capture, LaunchGraphs
 from vllm_hybrid_sparse.runtime.prefill import StreamedPrefill
 from vllm_hybrid_sparse.runtime.prompt_rows import Arriving, PromptRows
 from vllm_hybrid_sparse.runtime.ranking import ranking_bytes
@@ -37,10 +38,17 @@ the copies that kernels make. Counted, not measured."""
 class CudaLayers:
     """All layers of a model over one device tier. One call at a time."""
 
-    def __init__(self, tier: DeviceTier, attention: NativeAttention, kv_caches: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        tier: DeviceTier,
+        attention: NativeAttention,
+        kv_caches: Sequence[Tensor],
+        capture: Capture | None = None,
+    ) -> None:
         """Nothing is under way.
 
         kv_caches   the layers' host store, pinned beside a GPU
+        capture     captures launches that come again; None: they are launched again
         """
         self._tier, self._attention = tier, attention
         self._device = tier.pool.key.device
@@ -51,6 +59,7 @@ class CudaLayers:
             self._queue, attention.num_kv_heads, attention.head_dim, attention.dtype, attention.scale
         )
         self.tiered = TieredLayer(tier, attention, attention.scale)
+        self._graphs = LaunchGraphs(capture)
         self._kv_caches = {tier.layer_of(kv_cache): kv_cache for kv_cache in kv_caches}
         self.prompt_rows = PromptRows(_latest_rows(tier.settings))
         self._stores = {
@@ -79,7 +88,7 @@ class CudaLayers:
         layer = self._tier.layer_of(kv_cache)
         store = self._stores[layer]
         stored = store.take() if batch.decode_tokens else None  # by the steps before: not to be waited for again
-        copied, arrived = self._start_copy((query, key, value), batch.decode_tokens)
+        copied, arrived = ([], None) if stored is None else self._start_copy((query, key, value), batch.decode_tokens)
         if batch.ranked:
             store.follow_codes()
         for chunk in batch.chunks:
@@ -103,6 +112,7 @@ class CudaLayers:
             self.prompt_rows.add(layer, latest)
             return
         self._settle(kv_cache, stored)
+        assert arrived is not None  # as there are rows of two tiers
         arrived.wait()
         self.look_back(layer, batch.decode.slots, hgca, fluxion)
         self.prompt_rows.add(layer, latest)
@@ -128,25 +138,35 @@ class CudaLayers:
         frames = self._tier.residency.frames(layer)
         if rows.ready is not None:
             current_queue(self._device).follow(rows.ready)
-        self._stores[layer].store_rows(
-            rows.of(key),
-            rows.of(value),
-            rows.host_offsets,
-            rows.host_places,
-            TokenFrames(*frames, rows.new_frames, rows.new_places),
-            rows.filled_pages,
-        )
-        self._tier.device.attend_frames(query, frames, rows, output, self._attention.scale)
+        store = self._stores[layer]
+
+        def launch() -> None:
+            new = TokenFrames(*frames, rows.new_frames, rows.new_places)
+            store.launch_rows(rows.of(key), rows.of(value), rows.host_offsets, rows.host_places, new)
+            self._tier.device.attend_frames(query, frames, rows, output, self._attention.scale)
+
+        self._graphs.run(rows.launch_key(layer, query, key, value, output), launch)
+        store.rows_stored(rows.filled_pages)
 
     def _attend_ranked(
         self, query: Tensor, key: Tensor, value: Tensor, layer: int, rows: RankedRows, output: Tensor
     ) -> None:
         """Launch what rows need whose pages the device chooses, likewise."""
         assert self._tier.ranking is not None
-        self._stores[layer].store_rows(
-            rows.of(key), rows.of(value), rows.host_offsets, rows.host_places, None, rows.filled_pages
-        )
-        self._tier.ranking.attend(layer, query, rows, output, self._attention.scale)
+        ranking, store = self._tier.ranking, self._stores[layer]
+        fills = len(rows.filled_pages) > 0  # then they are summarised before the attention
+        if fills:
+            new = rows.of(key), rows.of(value), rows.host_offsets, rows.host_places
+            store.store_rows(*new, None, rows.filled_pages)
+
+        def launch() -> None:
+            if not fills:
+                store.launch_rows(rows.of(key), rows.of(value), rows.host_offsets, rows.host_places, None)
+            ranking.attend(layer, query, rows, output, self._attention.scale)
+
+        self._graphs.run((fills, rows.launch_key(layer, query, key, value, output)), launch)
+        if not fills:
+            store.rows_stored(())
 
     def look_back(
         self,

@@ -18,6 +18,7 @@ from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
 from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus, num_usable_cores
+from vllm_hybrid_sparse.runtime.launch_graphs import CudaCapture
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 from vllm_hybrid_sparse.values import CODE_BITS, SPLIT_HEAD_DIM
@@ -170,6 +171,7 @@ class HostRuntime:
         *,
         device: torch.device | None = None,
         device_bytes: int = 0,
+        captures: bool = False,
     ) -> None:
         """Make the device tier, where the settings ask for a device. ConfigError where it cannot be served.
 
@@ -177,6 +179,7 @@ class HostRuntime:
         attentions     the kernels of these layers, which must be one and the same: the pool's pages have one shape
         device         of a CUDA device: where the model's tensors lie
         device_bytes   of a CUDA device: memory for the pool, where the settings do not number its slots
+        captures       of a CUDA device: whether launches that come again may be captured in CUDA graphs
         """
         self.close()
         if self.settings.device == "none":
@@ -192,7 +195,8 @@ class HostRuntime:
         if device is not None:
             from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers  # noqa: PLC0415  (Triton, which others lack)
 
-            self.cuda_layers = CudaLayers(self.device_tier, attention, kv_caches)
+            capture = CudaCapture(device) if captures and self.settings.device_graphs == "on" else None
+            self.cuda_layers = CudaLayers(self.device_tier, attention, kv_caches, capture)
             self.requests.attach(self.cuda_layers.prompt_rows)
 
     def close(self) -> None:

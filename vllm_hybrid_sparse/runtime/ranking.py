@@ -20,8 +20,9 @@ from vllm_hybrid_sparse.memory.device_directory import DeviceDirectory
 from vllm_hybrid_sparse.memory.device_pool import DevicePool
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.queues import Mark, current_queue, host_empty, upload
+from vllm_hybrid_sparse.memory.step_tensors import StepTensors
 from vllm_hybrid_sparse.runtime.ranking_kernels import RankingKernels
-from vllm_hybrid_sparse.runtime.step_rows import RankedRows
+from vllm_hybrid_sparse.runtime.step_rows import RankedRows, room_for
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SelectionSpec
 
 ROW_PAGES_AT_ONCE = 2**18
@@ -99,6 +100,7 @@ class DeviceRanking:
         self._hosts = [source.geometry for source in sources]
         self._device = pool.key.device
         self._kv_heads = first.num_kv_heads
+        self._tensors = StepTensors(self._device)
         self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by pages: where they, and their codes, lie
         self._written_blocks: list[int] = []  # since the last step began, other than by it
         self._tally = Tally(self._device)
@@ -136,12 +138,19 @@ class DeviceRanking:
         seq_lens   [rows]           tokens of the requests, the new one included
         """
         return tuple(
-            self._part([tokens[row] for row in part], [blocks[row] for row in part], [seq_lens[row] for row in part])
-            for part in rows_at_once(seq_lens)
+            self._part(
+                number,
+                [tokens[row] for row in part],
+                [blocks[row] for row in part],
+                [seq_lens[row] for row in part],
+            )
+            for number, part in enumerate(rows_at_once(seq_lens))
         )
 
-    def _part(self, tokens: Sequence[int], blocks: Sequence[NDArray[np.int32]], seq_lens: Sequence[int]) -> RankedRows:
-        table = np.zeros((len(blocks), max(len(of_row) for of_row in blocks)), dtype=np.int32)
+    def _part(
+        self, number: int, tokens: Sequence[int], blocks: Sequence[NDArray[np.int32]], seq_lens: Sequence[int]
+    ) -> RankedRows:
+        table = np.zeros((len(blocks), room_for(max(len(of_row) for of_row in blocks))), dtype=np.int32)
         for row, of_row in zip(table, blocks, strict=True):
             row[: len(of_row)] = of_row
         pages = [-(-length // PAGE_TOKENS) for length in seq_lens]
@@ -151,20 +160,23 @@ class DeviceRanking:
             candidates = [end - first for first, end in ranges]
         budgets = [self._spec.budget_pages(num) for num in candidates]
         retained = np.array([num - of_row for num, of_row in zip(pages, candidates, strict=True)], dtype=np.int32)
-        numbers = upload(torch.tensor([candidates, budgets], dtype=torch.int32), self._device)
+        most_candidates = room_for(max(candidates))
         return RankedRows.place(
             tokens,
             [int(of_row[-1]) for of_row in blocks],
             seq_lens,
             self._sources[0],
-            self._device,
-            blocks=upload(torch.from_numpy(table), self._device),
-            candidates=numbers[0],
-            budgets=numbers[1],
-            retained=upload(torch.from_numpy(retained[:, None].repeat(self._kv_heads, axis=1)), self._device),
-            most_retained=int(retained.max()),
-            most_candidates=max(candidates),
-            most_budget=max(budgets),
+            self._tensors,
+            number,
+            {
+                "blocks": table,
+                "candidates": np.array(candidates, dtype=np.int32),
+                "budgets": np.array(budgets, dtype=np.int32),
+                "retained": retained[:, None].repeat(self._kv_heads, axis=1),
+            },
+            most_retained=room_for(int(retained.max())),
+            most_candidates=most_candidates,
+            most_budget=min(most_candidates, room_for(max(budgets))),
         )
 
     def forget_blocks(self, blocks: Sequence[int]) -> None:

@@ -10,19 +10,19 @@ step where they are few, and else when the copy is done, for which no step waits
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.memory.block_frames import BlockFrames, FrameShape
 from vllm_hybrid_sparse.memory.host_pages import HostPages
-from vllm_hybrid_sparse.memory.queues import Mark, current_queue, upload
+from vllm_hybrid_sparse.memory.queues import Mark, current_queue
+from vllm_hybrid_sparse.memory.step_tensors import StepTensors
 from vllm_hybrid_sparse.memory.transfers import Loader
 from vllm_hybrid_sparse.runtime.entrance import Entering, Entrance
-from vllm_hybrid_sparse.runtime.step_rows import RankedRows, StepRows
+from vllm_hybrid_sparse.runtime.step_rows import RankedRows, StepRows, room_for
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,9 @@ measured."""
 class ResidentRows(StepRows):
     """The resident rows of one step."""
 
-    longest: int  # of seq_lens
+    NUMBERS: ClassVar = ("longest",)
+
+    longest: int  # seq_lens are at most that
     frames: Tensor  # [rows, blocks] int32
     new_frames: Tensor  # [rows] int32: where each new token is stored …
     new_places: Tensor  # [rows] int32: … and its place in the block
@@ -95,8 +97,8 @@ class Residency:
         self.shape = shape
         self._sources, self._most_frames = sources, most_frames
         self._slots: SlotRuns = loader if slots is None else slots
-        self._device = loader.pool.key.device
         pool = loader.pool
+        self._tensors = StepTensors(pool.key.device)
         self._frames = [(shape.view(pool.key, layer), shape.view(pool.value, layer)) for layer in range(shape.layers)]
         self._all_frames = loader.pool.shape.capacity_pages // shape.slots
         self._blocks = BlockFrames(sources[0].num_pages // shape.pages_per_block, self._all_frames)
@@ -253,7 +255,7 @@ class Residency:
         if numbers:
             firsts = np.array(numbers, dtype=np.int32) * np.int32(self.shape.slots)
             if self._entrance.ready is not None:  # of a request that ended before its copies to them were done
-                current_queue(self._device).follow(self._entrance.ready)
+                current_queue(self._tensors.device).follow(self._entrance.ready)
             self._slots.give_back(firsts, self.shape.slots)
             self._unused += numbers
 
@@ -264,23 +266,21 @@ class Residency:
         blocks: Sequence[NDArray[np.int64]],
         seq_lens: Sequence[int],
     ) -> ResidentRows:
-        frames = np.zeros((len(chosen), max(len(blocks[row]) for row in chosen)), dtype=np.int32)
+        frames = np.zeros((len(chosen), room_for(max(len(blocks[row]) for row in chosen))), dtype=np.int32)
         for place, row in enumerate(chosen):
             frames[place, : len(blocks[row])] = self._blocks.frames_of(blocks[row])
         lengths = [seq_lens[row] for row in chosen]
         places = np.array([(length - 1) % self.block_tokens for length in lengths], dtype=np.int32)
         last_blocks = np.array([blocks[row][-1] for row in chosen])
         new_frames = self._blocks.frames_of(last_blocks)
-        on_device = [upload(torch.from_numpy(values), self._device) for values in (frames, new_frames, places)]
         return ResidentRows.place(
             [tokens[row] for row in chosen],
             last_blocks.tolist(),
             lengths,
             self._sources[0],
-            self._device,
-            longest=max(lengths),
-            frames=on_device[0],
-            new_frames=on_device[1],
-            new_places=on_device[2],
+            self._tensors,
+            "resident",
+            {"frames": frames, "new_frames": new_frames, "new_places": places},
+            longest=frames.shape[1] * self.block_tokens,
             ready=self._entrance.ready,
         )

@@ -1,22 +1,39 @@
 """Decode rows that a device computes by itself: what a step says of them once, the same for all layers."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.memory.host_pages import HostPages
-from vllm_hybrid_sparse.memory.queues import upload
+from vllm_hybrid_sparse.memory.step_tensors import StepTensors
 from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+_LEAST_ROOM = 16
+_ROOMS = 8  # from one power of two to the next
+
+
+def room_for(number: int) -> int:
+    """A number that is as much or somewhat more, of which there are few: launches for it serve many steps.
+
+    0 for 0; else at most an eighth more, or 16.
+    """
+    above = 1 << max(0, number - 1).bit_length()  # the next power of two
+    step = max(_LEAST_ROOM, above // (2 * _ROOMS))
+    return -(-number // step) * step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Which rows they are, and where their new tokens are stored. Tensors lie on the device."""
+    """Which rows they are, and where their new tokens are stored. Tensors lie on the device, until the next step."""
 
+    NUMBERS: ClassVar[tuple[str, ...]] = ()  # of a subclass, which launches depend on
+
+    held: Hashable  # where their tensors lie, and of what shapes
     tokens: tuple[int, ...]  # of the step's batch, those that the rows are
     seq_lens: tuple[int, ...]  # of their requests, the new token included
     filled_pages: tuple[int, ...]  # of the host store, those that the new tokens fill
@@ -32,8 +49,10 @@ class StepRows:
         last_blocks: Sequence[int],
         seq_lens: Sequence[int],
         source: HostPages,
-        device: torch.device,
-        **own: Any,
+        tensors: StepTensors,
+        name: Hashable,
+        own: Mapping[str, NDArray[Any]],
+        **numbers: Any,
     ) -> Self:
         """One row or more.
 
@@ -41,22 +60,34 @@ class StepRows:
         last_blocks   [rows]   those that the new tokens lie in
         seq_lens      [rows]   tokens of the requests, the new one included
         source        of any layer: all are laid out alike
-        own           what a subclass has beside
+        tensors       where the rows' tensors are, by this name and `own`, tensors of a subclass
+        numbers       what else a subclass has
         """
         lengths = np.array(seq_lens, dtype=np.int32)
         in_block = (lengths - 1) % (source.pages_per_block * PAGE_TOKENS)
         pages = np.array(last_blocks, dtype=np.int64) * source.pages_per_block + in_block // PAGE_TOKENS
         offsets = source.offsets(torch.arange(source.num_kv_heads), torch.from_numpy(pages)[:, None])
+        arrays: dict[str, NDArray[Any]] = {
+            "index": np.array(tokens, dtype=np.int64),
+            "lengths": lengths,
+            "host_offsets": offsets.numpy(),
+            "host_places": in_block % PAGE_TOKENS,
+        }
+        held, uploaded = tensors.upload(name, {**arrays, **own})
         return cls(
+            held=held,
             tokens=tuple(tokens),
             seq_lens=tuple(lengths.tolist()),
             filled_pages=tuple(pages[lengths % PAGE_TOKENS == 0].tolist()),
-            index=upload(torch.tensor(tokens, dtype=torch.int64), device),
-            lengths=upload(torch.from_numpy(lengths), device),
-            host_offsets=upload(offsets, device),
-            host_places=upload(torch.from_numpy(in_block % PAGE_TOKENS), device),
-            **own,
+            **uploaded,
+            **numbers,
         )
+
+    def launch_key(self, layer: int, *tensors: Tensor) -> Hashable:
+        """What launches for these rows of a layer depend on, with tensors of the step's tokens."""
+        numbers = [getattr(self, name) for name in self.NUMBERS]
+        places = [(tensor.data_ptr(), tensor.stride(0)) for tensor in tensors]
+        return layer, self.held, self.tokens[0] if self.together else None, *numbers, *places
 
     @property
     def together(self) -> bool:
@@ -72,10 +103,12 @@ class StepRows:
 class RankedRows(StepRows):
     """Rows whose pages the device itself chooses (`ranking.py`)."""
 
+    NUMBERS: ClassVar = ("most_retained", "most_candidates", "most_budget")
+
     blocks: Tensor  # [rows, blocks] int32, of each row's request
     candidates: Tensor  # [rows] int32
     budgets: Tensor  # [rows] int32, how many of them may be read
     retained: Tensor  # [rows, kv_heads] int32, pages that are read whatever the candidates
-    most_retained: int
+    most_retained: int  # of all rows at most, as `room_for` has it, and so are those that follow
     most_candidates: int
     most_budget: int

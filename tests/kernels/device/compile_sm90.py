@@ -115,7 +115,7 @@ def launch_everything(dtype: torch.dtype, head_dim: int, group: int) -> None:
     places = {"pages_per_block": 8, "store_pages": 64, "first_entry": 64 * kv_heads, "kv_heads": kv_heads}
     for order in (None, torch.zeros(rows, kv_heads, pages, dtype=torch.int64)):
         for admit in (True, False):
-            listed = {"first_page": 4, "most": pages, "step": 2, "admit": admit}
+            listed = {"first_page": 4, "most": pages, "admit": admit}
             look_up(directory, blocks, seq_lens, seq_lens, counts, order, **listed, **places)
     turn_over(directory, step=2, hand=0, window=32)
     forget(directory, offsets, store_pages=64, heads=3 * kv_heads)

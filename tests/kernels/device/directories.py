@@ -66,6 +66,7 @@ class Rows:
     def look_up(
         self, directory: PageDirectory, step: int, by: Callable[..., Listed], device: torch.device = CPU
     ) -> Listed:
+        directory.clock.fill_(step)
         return by(
             directory,
             at(self.blocks, device),
@@ -79,7 +80,6 @@ class Rows:
             store_pages=self.store_pages,
             first_entry=self.first_entry,
             kv_heads=self.counts.shape[1],
-            step=step,
             admit=self.admit,
         )
 

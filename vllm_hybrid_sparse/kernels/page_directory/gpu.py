@@ -44,7 +44,6 @@ def look_up(
     store_pages: int,
     first_entry: int,
     kv_heads: int,
-    step: int,
     admit: bool = True,
 ) -> Listed:
     """List the pages that decode rows are to read in one layer, and say where each lies: `look_up` of reference.py.
@@ -69,7 +68,6 @@ def look_up(
     pages_per_block   page p of a request is page p % pages_per_block of its block p // pages_per_block
     store_pages       pages of the host store of one layer and KV head
     first_entry       layer * kv_heads * store_pages
-    step              the one under way, as `turn_over` was told
     admit             whether pages that lie in no slot are given one
 
     Raises KernelError for a tensor of another shape, dtype, device or stride, and for a number out of its range.
@@ -84,7 +82,6 @@ def look_up(
         check_tensor("order", order, torch.int64, (rows, kv_heads, None), device, strided_dims=2)
         if order.shape[2] < most:
             raise KernelError(f"most={most}: must be at most {order.shape[2]}, the pages of order")
-    _check_step(step)
     _check_not_below("first_page", first_page, 0)
     _check_not_below("most", most, 0)
     _check_not_below("pages_per_block", pages_per_block, 1)
@@ -103,6 +100,7 @@ def look_up(
         directory.reserve,
         directory.arrivals,
         directory.cursor,
+        directory.clock,
         blocks,
         seq_lens,
         candidates,
@@ -117,7 +115,6 @@ def look_up(
         store_pages,
         first_entry,
         directory.room,
-        step,
         ordered=order is not None,
         admit=admit,
         tile=_TILE,
@@ -167,6 +164,7 @@ def turn_over(directory: PageDirectory, *, step: int, hand: int, window: int) ->
         directory.used,
         directory.reserve,
         directory.cursor,
+        directory.clock,
         stamps,
         oldest,
         (directory.reserve < 0).cumsum(0),
@@ -249,7 +247,7 @@ def _check_not_below(name: str, value: int, least: int) -> None:
 
 # Numbers that change from step to step are not specialised for: Triton would compile anew, in the middle of serving, at
 # the first multiple of 16.
-_CHANGING = ["blocks_row_stride", "order_row_stride", "order_head_stride", "first_page", "most", "first_entry", "step"]
+_CHANGING = ["blocks_row_stride", "order_row_stride", "order_head_stride", "first_page", "most", "first_entry"]
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -262,6 +260,7 @@ def _look_up_kernel(
     reserve,
     arrivals,
     cursor,
+    clock,
     blocks,
     seq_lens,
     candidates,
@@ -276,7 +275,6 @@ def _look_up_kernel(
     store_pages,
     first_entry,
     room,
-    step,
     ordered: tl.constexpr,
     admit: tl.constexpr,
     tile: tl.constexpr,
@@ -302,7 +300,7 @@ def _look_up_kernel(
 
     slot = tl.load(slots + entry, mask=is_page, other=_ARRIVING)
     is_found = slot >= 0
-    tl.store(used + slot, tl.full((tile,), 0, tl.int32) + step, mask=is_found)
+    tl.store(used + slot, tl.full((tile,), 0, tl.int32) + tl.load(clock), mask=is_found)
     if admit:
         # Order between atomics on different words does not matter, so they are relaxed: whoever reads NOWHERE in an
         # entry, first or after another set it back, claims it alone, and every place of the reserve is drawn once.
@@ -348,6 +346,7 @@ def _refill_kernel(
     used,
     reserve,
     cursor,
+    clock,
     stamps,
     oldest,
     lacking,
@@ -373,6 +372,7 @@ def _refill_kernel(
     tl.store(reserve + places, slot.to(tl.int32), mask=is_taken)
     if tl.program_id(0) == 0:
         tl.store(cursor, 0)
+        tl.store(clock, step)
 
 
 @triton.jit

@@ -35,7 +35,6 @@ def look_up(
     store_pages: int,
     first_entry: int,
     kv_heads: int,
-    step: int,
     admit: bool = True,
 ) -> Listed:
     """List pages and say where they lie; arguments as in gpu.py. Behind the counts: -1, 0 and 0."""
@@ -52,17 +51,17 @@ def look_up(
                 store_page = block * pages_per_block + page % pages_per_block
                 tokens = min(int(seq_lens[row]) - page * PAGE_TOKENS, PAGE_TOKENS)
                 may_arrive = admit and tokens == PAGE_TOKENS
-                slot = _look_up_one(directory, first_entry + kv_head * store_pages + store_page, step, may_arrive)
+                slot = _look_up_one(directory, first_entry + kv_head * store_pages + store_page, may_arrive)
                 for part, value in zip(listed, (slot, store_page, tokens), strict=True):
                     part[row, kv_head, place] = value
     return listed
 
 
-def _look_up_one(directory: PageDirectory, entry: int, step: int, may_arrive: bool) -> int:
+def _look_up_one(directory: PageDirectory, entry: int, may_arrive: bool) -> int:
     """The page's slot as `Listed` has it; where it lies in none and may arrive, a place of the reserve is drawn."""
     slot = int(directory.slots[entry])
     if slot >= 0:
-        directory.used[slot] = step
+        directory.used[slot] = directory.clock[0]
         return slot
     if slot == ARRIVING or not may_arrive:
         return -1
@@ -86,7 +85,7 @@ def turn_over(directory: PageDirectory, *, step: int, hand: int, window: int) ->
             directory.pages[slot] = entry
             directory.used[slot] = step - 1
         directory.reserve[place] = NOTHING
-    directory.cursor[0] = 0
+    directory.cursor[0], directory.clock[0] = 0, step
 
     seen = [(hand + i) % directory.capacity for i in range(window)]
     oldest = iter(sorted(seen, key=lambda slot: int(directory.used[slot])))

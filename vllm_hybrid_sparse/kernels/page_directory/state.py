@@ -46,6 +46,7 @@ class PageDirectory:
     reserve: Tensor  # [room] int32, slots that are empty for arrivals, or NOTHING
     arrivals: Tensor  # [room] int64, by place in the reserve: the entry that got it; looked at below `cursor` alone
     cursor: Tensor  # [1] int32, how often a place was asked for since the last turn; may be above room
+    clock: Tensor  # [1] int32, the step under way, as the last turn said; 0: none has begun
 
     def __post_init__(self) -> None:
         device = self.slots.device
@@ -55,6 +56,7 @@ class PageDirectory:
         check_tensor("reserve", self.reserve, torch.int32, (None,), device)
         check_tensor("arrivals", self.arrivals, torch.int64, self.reserve.shape, device)
         check_tensor("cursor", self.cursor, torch.int32, (1,), device)
+        check_tensor("clock", self.clock, torch.int32, (1,), device)
         for name, value in (("capacity", self.capacity), ("room", self.room)):
             if value < 1:
                 raise KernelError(f"{name}={value}: must be above 0")
@@ -74,6 +76,7 @@ class PageDirectory:
             reserve=torch.full((room,), NOTHING, dtype=torch.int32, device=device),
             arrivals=torch.full((room,), NOTHING, dtype=torch.int64, device=device),
             cursor=torch.zeros(1, dtype=torch.int32, device=device),
+            clock=torch.zeros(1, dtype=torch.int32, device=device),
         )
 
     @property
