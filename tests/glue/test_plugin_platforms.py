@@ -17,7 +17,7 @@ from vllm_hybrid_sparse.glue import plugin, support
 from vllm_hybrid_sparse.glue.log import log_as_vllm
 from vllm_hybrid_sparse.glue.plugin import CPU_WORKER_PATH, CUDA_WORKER_PATH, hook_platform
 from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, member
-from vllm_hybrid_sparse.glue.scheduler_choice import SCHEDULER_PATH
+from vllm_hybrid_sparse.glue.scheduler_choice import ASYNC_SCHEDULER_PATH, SCHEDULER_PATH
 
 
 @pytest.fixture
@@ -77,9 +77,22 @@ def test_each_platform_gets_its_worker(on_cuda: bool, path: str, monkeypatch: py
     platform.check_and_update_config(config)
     platform.check_and_update_config(config)  # as in the engine's process
     assert config.parallel_config.worker_cls == path
-    assert config.scheduler_config.async_scheduling is not on_cuda
-    assert config.scheduler_config.scheduler_cls == (SCHEDULER_PATH if on_cuda else None)
+    assert config.scheduler_config.async_scheduling
+    assert config.scheduler_config.scheduler_cls == (ASYNC_SCHEDULER_PATH if on_cuda else None)
     assert platform.asked == [config, config]
+
+
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize(
+    ("settings", "ahead"), [({}, True), ({"device_ranking": "host"}, False), ({"policy": "hgca"}, False)]
+)
+def test_steps_are_launched_ahead_where_the_host_has_no_part_in_them(
+    settings: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(member(), additional_config={"hybrid_sparse": settings})
+    platform_of(monkeypatch, on_cuda=True).check_and_update_config(config)
+    assert config.scheduler_config.async_scheduling is ahead
+    assert config.scheduler_config.scheduler_cls == (ASYNC_SCHEDULER_PATH if ahead else SCHEDULER_PATH)
 
 
 @pytest.mark.parametrize("on_cuda", [True, False])

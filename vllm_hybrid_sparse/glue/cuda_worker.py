@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.logger import init_logger
-from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_hybrid_sparse.glue.settings import settings_of
@@ -19,16 +18,7 @@ from vllm_hybrid_sparse.runtime.host import host_runtime
 logger = init_logger("vllm.hybrid_sparse")
 
 
-class PlainOutputWorker(Worker):
-    """vLLM's GPU worker, whose steps end with their tokens in host memory, as they do without async scheduling."""
-
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """The end of a step; runner V2 gives its output as a promise, which the report cannot be put on."""
-        output = super().sample_tokens(grammar_output)
-        return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
-
-
-class HybridSparseCUDAWorker(HostStoreWorker, PlainOutputWorker):
+class HybridSparseCUDAWorker(HostStoreWorker, Worker):
     """The KV cache lies in pinned host memory; what the model leaves of the GPU's memory is the pool of page slots.
 
     With tensor parallelism each worker has the host store, the pool and the host threads of its own KV heads.

@@ -50,13 +50,14 @@ def hook_platform(platform: Any, *, on_cuda: bool) -> None:
                 "--attention-backend"
             )
         if is_selected(vllm_config.attention_config.backend):
+            from vllm_hybrid_sparse.glue.settings import settings_of  # noqa: PLC0415
             from vllm_hybrid_sparse.glue.support import refuse_config  # noqa: PLC0415
 
             refuse_config(vllm_config)
             hook_stat_loggers()
             if vllm_config.parallel_config.worker_cls == "auto":
                 vllm_config.parallel_config.worker_cls = CUDA_WORKER_PATH if on_cuda else CPU_WORKER_PATH
-            if on_cuda:
+            if on_cuda and settings_of(vllm_config).device_ranking != "device":
                 # The host takes part in every layer, so a step cannot be launched ahead of the one before it.
                 vllm_config.scheduler_config.async_scheduling = False
         update_config(cls, vllm_config)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_hybrid_sparse.glue.impl import HybridSparseImpl
@@ -19,6 +19,17 @@ from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 from vllm_hybrid_sparse.runtime.host import begin_engine, host_runtime
 
 logger = init_logger("vllm.hybrid_sparse")
+
+
+class ReportedOutput(AsyncModelRunnerOutput):
+    """The promise of a step's output, as runner V2 and async scheduling have it, and the report that goes with it."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, report: WorkerReport) -> None:
+        self._output, self._report = output, report
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the step's tokens."""
+        return self._report.attach(self._output.get_output())
 
 
 class HostStoreWorker(WorkerBase):
@@ -96,9 +107,11 @@ class HostStoreWorker(WorkerBase):
         if self._logs and self._interval.due(now_s):
             self._write_lines()  # without this step: the time before it may have been idle
         self._interval.add(stats, tiers, now_s)
-        if self._reports and isinstance(output, ModelRunnerOutput):
-            return self._report(stats, tiers).attach(output)
-        return output
+        if not self._reports:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return ReportedOutput(output, self._report(stats, tiers))
+        return self._report(stats, tiers).attach(output) if isinstance(output, ModelRunnerOutput) else output
 
     def _loaded_blocks(self, scheduler_output: Any) -> torch.Tensor | None:
         """Cached blocks of the requests that begin or resume in this step: a KV connector may have loaded them.
