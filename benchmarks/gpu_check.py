@@ -83,7 +83,7 @@ def stages(out: Path) -> list[Stage]:
             name="serving",
             command=(
                 *(python, "-m", "benchmarks.gpu_serving"),
-                *("dense", "resident", "ranked", "ranked_threshold", "graphs"),
+                *("dense", "resident", "ranked", "ranked_threshold", "graphs", "ranked_graphs"),
                 *("small_pool", "threshold", "shared", "salient", "predicted", "runner_v1"),
                 *("--jobs", str(jobs), "--logs", str(out / "serving")),
             ),

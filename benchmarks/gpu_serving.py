@@ -67,6 +67,11 @@ CASES = {
     ),
     # As it is used: some rows read whole, others ranked, with the rest of the model in graphs.
     "graphs": Case(settings={**RANKED, "device_pool_pages": 2048, "device_resident_share": 0.5}, env={}, eager=False),
+    "ranked_graphs": Case(
+        settings={**RANKED, "policy": "progressive", "threshold": NEARLY_ALL, "microbatch_pages": 4},
+        env={},
+        eager=False,
+    ),
     "small_pool": Case(settings={**TIERED, "device_pool_pages": 32, "admission": "none"}, env={}),
     "shared": Case(settings={**TIERED, "host_share": "queue"}, env={}),
     # Below 1, where the verifying kernel runs, and so near to it that what is dropped rounds away.

@@ -54,6 +54,7 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 TIERED = {"device_resident_share": 0, "device_ranking": "host"}
 RANKED = {"device_resident_share": 0, "device_ranking": "device"}
+LAUNCHED = "launched"
 SIDES: dict[str, dict[str, Any] | None] = {
     BASELINE: None,  # of vLLM, everything on the device
     OFFLOAD: None,  # of vLLM, what does not fit in host memory
@@ -66,6 +67,8 @@ SIDES: dict[str, dict[str, Any] | None] = {
     },
     "ranked": {"policy": "topk", "topk_ratio": 0.05, **RANKED},
     "ranked_threshold": {"policy": "progressive", "threshold": 0.95, **RANKED},
+    # The same as `ranked`, every kernel launched from Python, and no step ahead of the one before it.
+    LAUNCHED: {"policy": "topk", "topk_ratio": 0.05, **RANKED, "device_graphs": "off"},
     # The sides below have all rows in two tiers, and the host chooses their pages.
     "dense": {"policy": "dense", **TIERED},
     FIXED: {"policy": "topk", "topk_ratio": 0.05, "summary": "minmax", "device_pool": "per_layer"},
@@ -82,6 +85,7 @@ DEVICE_SETTINGS = (
     "device_pool",
     "device_resident_share",
     "device_ranking",
+    "device_graphs",
     "host_share",
 )  # of them, those that need a device
 FLUXION_BUDGET = 0.05  # of the candidates, as the other sides read
@@ -89,6 +93,7 @@ DEFAULT_SIDES = (BASELINE, "resident", "ranked", FIXED, "topk", "queue")
 DEFAULT_CASES = "8Kx1,8Kx32,32Kx4,128Kx1,128Kx4"
 BF16_BYTES = 2
 OVERLAPPED_SHARE = 0.9  # of the GPU's memory, for all sides
+PROFILED_TOKENS = 6
 _SHOWN_LINES = 40  # of the log of a side that failed
 _SPARE = 1.15  # summaries and blocks begun, of the KV bytes
 _SPARE_TOKENS = 256  # blocks begun, and one that vLLM keeps to itself
@@ -170,6 +175,8 @@ def side_arguments(side: str, options: argparse.Namespace, common: Json) -> Json
     if settings is None:
         return {"attention_backend": options.baseline}
     settings = {**settings, "device": options.device, "log_interval_s": 10}
+    if options.device != "cuda":
+        settings.pop("device_graphs", None)
     if options.device != "none":
         settings["device_pool_pages"] = pool_pages(read_shape(options.folder), options.device_gib)
     else:
@@ -177,7 +184,8 @@ def side_arguments(side: str, options: argparse.Namespace, common: Json) -> Json
     from benchmarks.accuracy.fixed_budget import with_fixed_predictor  # noqa: PLC0415  (seconds to import)
 
     settings = with_fixed_predictor(settings, FLUXION_BUDGET, options.folder, options.rows.with_suffix(".safetensors"))
-    return {"attention_backend": "hybrid_sparse", "additional_config": {"hybrid_sparse": settings}}
+    arguments: Json = {"attention_backend": "hybrid_sparse", "additional_config": {"hybrid_sparse": settings}}
+    return arguments | ({"async_scheduling": False} if side == LAUNCHED else {})
 
 
 def write_config(folder: Path, layers: int, hidden: int) -> None:
@@ -208,6 +216,12 @@ def serve_side(side: str, options: argparse.Namespace, cases: Sequence[Case], ou
     common = engine_arguments(options, cases)
     if side == "fluxion":  # for whose predictor torch computes here: its threads do not outlive a fork
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    profiled = side in options.profile.split(",")
+    if profiled:
+        folder = str(out.with_suffix(".trace"))
+        common["profiler_config"] = {
+            "profiler": "torch", "torch_profiler_dir": folder, "torch_profiler_with_stack": False
+        }  # fmt: skip
     llm = LLM(**(common | side_arguments(side, options, common)))
     before = counters(generate_latest(REGISTRY).decode())
     for case in sorted(cases):
@@ -219,6 +233,11 @@ def serve_side(side: str, options: argparse.Namespace, cases: Sequence[Case], ou
                 before = after
                 with out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
+    if profiled:
+        with alone(options.turn):
+            llm.start_profile()
+            time_round(llm.llm_engine, max(cases), PROFILED_TOKENS, "profiled", apart=side == OFFLOAD)
+            llm.stop_profile()
 
 
 @contextmanager
@@ -281,8 +300,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--side-timeout", default=270, type=int, help="seconds of one side")
     parser.add_argument("--out", type=Path, help="result file instead of a new one in benchmarks/results")
     parser.add_argument("--logs", type=Path, help="folder that keeps what sides say, and rounds as they come")
+    parser.add_argument("--profile", default="", help="sides of which a trace of some steps is left in --logs")
     parser.add_argument("--overlap", action="store_true", help="start all sides at once, and time them in turns")
-    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--turn", type=Path, help="a file that is locked meanwhile, for several runs at once")
     parser.add_argument("--run-side", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -308,7 +328,7 @@ def run_side(side: str, given: Sequence[str], options: argparse.Namespace, out: 
     command = [sys.executable, "-m", "benchmarks.gpu_timing", *given, "--run-side", side, "--rows", str(rows)]
     command += ["--folder", str(options.folder)]
     if options.overlap:
-        command += ["--turn", str(out / "turn")]
+        command += ["--turn", str(options.turn or out / "turn")]
     log = out / f"{side}.log"
     stage = Stage(name=side, command=tuple(command), timeout_s=options.side_timeout, grace_s=3.0)
     outcome = run_stage(stage, log)
