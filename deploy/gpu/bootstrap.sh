@@ -53,6 +53,6 @@ mkdir -p "$SITE"
 if [[ $# -gt 0 ]]; then unpack_all "$1"; fi
 echo "bootstrap: unpacked after $SECONDS s"
 install_project "$@"
-"$PYTHON" -m compileall -q -j 0 "$SITE" >/dev/null 2>&1 || true # else each of the processes that start at once does it
+"$PYTHON" -m compileall -q -j 0 "$SITE" "$DEST/site_fi" >/dev/null 2>&1 || true # else each of the processes that start at once does it
 write_environment
 echo "bootstrap: ready after $SECONDS s; now: . $SITE/env.sh"
