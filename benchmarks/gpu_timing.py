@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check import NOT_INSTALLED, Stage, run_stage
+from benchmarks.gpu_check import NOT_INSTALLED, Stage, find_gpu, run_stage
 from benchmarks.gpu_timing_rows import (
     BASELINE,
     FIXED,
@@ -371,8 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rounds += made
             ends[side] = end
             rows = summarise(rounds)
-            content = {"ends": ends, "device": options.device, "device_gib": options.device_gib, "rows": rows}
-            path = save("gpu-timing", {**content, "rounds": rounds}, path)
+            content = {"ends": ends, "gpu": find_gpu(), "device": options.device, "device_gib": options.device_gib}
+            path = save("gpu-timing", {**content, "rows": rows, "rounds": rounds}, path)
             print(table(rows, options.baseline), flush=True)
     print(f"{', '.join(f'{side}: {end}' for side, end in ends.items())}; kept in {path.name if path else 'no file'}")
     return 0 if set(ends.values()) == {"ok"} else 1

@@ -1,36 +1,65 @@
-"""When two backends' answers count as the same."""
+"""When answers count as right."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu_serving import ALL_SALIENT, CASES, NEARLY_ALL, VOCABULARY, compare, prompts
+from benchmarks.gpu_answers import (
+    EXACT,
+    NEW_TOKENS,
+    NOISE,
+    VOCABULARY,
+    Verdict,
+    compare,
+    most_error,
+    prompts,
+    right_answers,
+    write_model,
+)
+from benchmarks.gpu_serving import ALL_SALIENT, CASES, NEARLY_ALL
 from vllm_hybrid_sparse.config import HybridSparseConfig
 
 LIKELY = [[4, -0.1], [5, -0.2], [6, -3.0]]
 
 
-def answer(*tokens: int) -> list[Any]:
-    return [[token, LIKELY] for token in tokens]
+def answer(*tokens: int, off: float = 0.0) -> list[Any]:
+    return [[token, [[one, weight + off] for one, weight in LIKELY]] for token in tokens]
 
 
 @pytest.mark.parametrize(
-    ("ours", "line", "fine"),
+    ("ours", "verdict"),
     [
-        ((4, 4), "request 0: equal", True),
-        ((4, 5), "request 0: place 1: tokens 4 and 5, 0.100 apart in the baseline, a tie", True),
-        ((6, 4), "request 0: place 0: tokens 4 and 6, 2.900 apart in the baseline, WRONG", False),
-        ((7, 4), "request 0: place 0: token 7 is none of the baseline's 5 most likely, WRONG", False),
+        (answer(4, 4), Verdict(1, 0.0, "")),
+        (answer(4, 4, off=0.25), Verdict(1, 0.25, "")),
+        (answer(4, 5), Verdict(0, 0.0, "")),
+        ([*answer(5), *answer(4, off=7.0)], Verdict(0, 0.0, "")),  # what follows another token is another text
+        (answer(7, 4), Verdict(0, 0.0, "request 0, place 0: token 7 is none of the 5 most likely")),
     ],
 )
-def test_answers_are_equal_tie_or_are_wrong(ours: tuple[int, ...], line: str, fine: bool) -> None:
-    assert compare([answer(4, 4)], [answer(*ours)], tie=0.15) == ([line], fine)
+def test_how_far_answers_are_from_the_right_ones(ours: list[Any], verdict: Verdict) -> None:
+    assert compare([answer(4, 4)], [ours]) == pytest.approx(verdict)
 
 
-def test_what_follows_a_tie_is_not_compared() -> None:
-    lines, fine = compare([answer(4, 4), answer(4, 4)], [answer(5, 7), answer(4, 4)], tie=0.15)
-    assert fine
-    assert [line.split(": ")[1] for line in lines] == ["place 0", "equal"]
+def test_the_largest_error_of_all_requests_counts() -> None:
+    ours = [answer(4, 4), answer(4, 5, off=-0.5), answer(4, 4, off=0.1)]
+    assert compare([answer(4, 4)] * 3, ours) == pytest.approx(Verdict(2, 0.5, ""))
+
+
+def test_in_float32_answers_are_exact_whatever_the_baseline_does() -> None:
+    theirs = Verdict(1, 0.5, "")
+    assert most_error("float32", theirs) == EXACT
+    assert most_error("bfloat16", theirs) == NOISE * 0.5
+
+
+def test_right_answers_are_the_most_likely_tokens(tmp_path: Path) -> None:
+    write_model(tmp_path, "float32")
+    answers = right_answers(tmp_path)
+    assert [len(places) for places in answers] == [NEW_TOKENS] * len(prompts())
+    for token, likely in (place for places in answers for place in places):
+        assert token == likely[0][0]
+        assert [weight for _, weight in likely] == sorted((weight for _, weight in likely), reverse=True)
+    assert len({token for places in answers for token, _ in places}) > 20, "a model that says one thing shows nothing"
 
 
 @pytest.mark.parametrize("case", CASES)
