@@ -120,17 +120,19 @@ def bare_worker(runtime: HostRuntime | None = None) -> Any:
     return made
 
 
+@pytest.mark.parametrize("pages", [None, 64])
 @pytest.mark.parametrize("asked", [None, 3 * GIB])
 def test_vllm_counts_blocks_by_host_memory_and_the_pool_gets_what_profiling_leaves(
-    asked: int | None, monkeypatch: pytest.MonkeyPatch
+    asked: int | None, pages: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where the settings number the pool's pages, nothing is profiled: vLLM is told a size, by which it does not."""
     seen: list[int | None] = []
 
     def profile(self: Any) -> int:
         seen.append(self.cache_config.kv_cache_memory_bytes)
         return 20 * GIB
 
-    runtime = HostRuntime(HybridSparseConfig(device="cuda", num_threads=1))
+    runtime = HostRuntime(HybridSparseConfig(device="cuda", device_pool_pages=pages, num_threads=1))
     monkeypatch.setattr(Worker, "determine_available_memory", profile)
     monkeypatch.setattr(cuda_worker, "available_bytes", lambda: 40 * GIB)
     monkeypatch.setattr(cuda_worker, "settings_of", lambda _config: runtime.settings)
@@ -142,12 +144,13 @@ def test_vllm_counts_blocks_by_host_memory_and_the_pool_gets_what_profiling_leav
     worker.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=1000))
     monkeypatch.setattr(cuda_worker, "host_runtime", lambda _settings: runtime)
     monkeypatch.setattr(cuda_worker, "set_current_vllm_config", lambda _config: torch.no_grad())
-    assert worker.determine_available_memory() == (asked or 10 * GIB)
-    assert seen == [None]
+    store = asked or 10 * GIB
+    assert worker.determine_available_memory() == store
+    assert seen == [None if pages is None else store]
     assert worker.cache_config.kv_cache_memory_bytes == asked
     working = 4 * KV_HEADS * 128 * 16 * HEAD_DIM * 4 + 8 * 1000 * Q_HEADS * (HEAD_DIM + 1) * 4
     ranking = 2**18 * (4 * Q_HEADS + 64 * KV_HEADS)
-    assert worker._pool_bytes == 20 * GIB - working - ranking
+    assert worker._pool_bytes == (0 if pages else 20 * GIB - working - ranking)
 
 
 def kernel_of(runtime: HostRuntime) -> Any:

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from vllm_hybrid_sparse.memory import prefault as prefault_module
 from vllm_hybrid_sparse.memory.prefault import prefault
 
 MIB = 1 << 20
@@ -20,6 +22,11 @@ def test_memory_is_populated_or_said_not_to_be() -> None:
     declined = prefault(tensor)
     grown = resident_bytes() - before
     assert grown > 60 * MIB or any(name.startswith("populate") for name in declined)
+
+
+def test_pieces_populate_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault_module, "_PIECE_BYTES", 6 * MIB)  # not a divisor: the last one is smaller
+    test_memory_is_populated_or_said_not_to_be()
 
 
 def test_contents_stay_and_a_part_of_a_storage_populates_all_of_it() -> None:

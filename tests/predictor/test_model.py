@@ -1,6 +1,8 @@
 """The predictor, its file, and what it refuses."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +76,29 @@ def test_a_saved_predictor_comes_back(tmp_path: Path) -> None:
     for before, after in zip(predictor.state_dict().values(), again.state_dict().values(), strict=True):
         assert torch.equal(before, after)
     assert torch.equal(predictor(features), again(features))
+
+
+FORKED = """
+import os, signal, sys, torch
+from pathlib import Path
+from vllm_hybrid_sparse.predictor.model import ModelShape, load_predictor
+from vllm_hybrid_sparse.values import PageRanking, RetainedSet
+
+torch.set_num_threads(2)
+shape = ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64)
+load_predictor(Path(sys.argv[1]), shape, RetainedSet(), PageRanking(), 0.1)
+if not os.fork():
+    signal.alarm(20)
+    torch.ones(2048, 2048).sum()
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) != 0)
+"""
+
+
+def test_a_process_that_has_read_a_predictor_may_be_forked() -> None:
+    """vLLM's first process reads it and forks the engine's, where torch would wait for threads that stayed."""
+    script = [sys.executable, "-c", FORKED, str(SMOLLM2_PREDICTORS[CODES])]
+    assert subprocess.run(script, timeout=120, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
