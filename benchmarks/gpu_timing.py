@@ -17,6 +17,7 @@ On a machine without a GPU: `--device emulated --baseline CPU_ATTN --layers 2 --
 """
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -46,6 +47,7 @@ from benchmarks.gpu_timing_rows import (
     together,
     whole_round,
 )
+from benchmarks.gpu_trace import busy, read_events
 from benchmarks.kv_shape import KVShape, read_shape
 from benchmarks.report import save
 from benchmarks.serving.backends import FILLING_CONNECTOR, stop_servers_when_terminated
@@ -238,6 +240,18 @@ def serve_side(side: str, options: argparse.Namespace, cases: Sequence[Case], ou
             llm.start_profile()
             time_round(llm.llm_engine, max(cases), PROFILED_TOKENS, "profiled", apart=side == OFFLOAD)
             llm.stop_profile()
+        row = {"side": side, "case": max(cases).name, "round": 0, **traced(out.with_suffix(".trace"))}
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def traced(folder: Path) -> Json:
+    """What a trace says of the GPU's time; nothing where it has none of it, as on a machine without one."""
+    for path in folder.glob("*.json.gz"):
+        with contextlib.suppress(ValueError):
+            found = busy(read_events(path))
+            return {"traced_step_ms": found.step_us / 1e3, "traced_idle": found.idle}
+    return {}
 
 
 @contextmanager

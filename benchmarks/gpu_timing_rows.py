@@ -90,14 +90,17 @@ def differences(before: Mapping[str, float], after: Mapping[str, float]) -> dict
 def summarise(rounds: Sequence[Json]) -> list[Json]:
     """A row a case and side, medians of its rounds but the first, with ratios to `baseline`, `fixed` and `offload`."""
     groups: dict[tuple[str, str], list[Json]] = {}
+    traced: dict[tuple[str, str], Json] = {}
     for row in rounds:
-        if row["round"]:
+        if "traced_idle" in row:
+            traced[row["case"], row["side"]] = {"traced_idle": row["traced_idle"]}
+        elif row["round"]:
             groups.setdefault((row["case"], row["side"]), []).append(row)
     names = ("step_ms", "tokens_per_s", "round_tokens_per_s", "kv_read", "hit_rate", "device_idle")
     rows: dict[tuple[str, str], Json] = {}
     for key, group in groups.items():
         had = [name for name in names if all(name in row for row in group)]
-        rows[key] = {name: statistics.median(row[name] for row in group) for name in had}
+        rows[key] = {name: statistics.median(row[name] for row in group) for name in had} | traced.get(key, {})
 
     def ratios(case: str, row: Json) -> Json:
         found = {}
@@ -132,6 +135,7 @@ def table(rows: Sequence[Json], baseline: str) -> str:
             "KV read",
             "hits",
             "device idle",
+            "GPU idle in trace",
         ),
         [
             (
@@ -146,6 +150,7 @@ def table(rows: Sequence[Json], baseline: str) -> str:
                 shown(row, "kv_read", ".1%"),
                 shown(row, "hit_rate", ".1%"),
                 shown(row, "device_idle", ".0%"),
+                shown(row, "traced_idle", ".0%"),
             )
             for row in sorted(rows, key=lambda row: parse_case(row["case"]))
         ],

@@ -57,7 +57,7 @@ part() {
       ;;
     cut)
       timing cut --layers 8 --device-gib 1 --sides baseline,ranked,fixed --cases 32Kx4,128Kx4 --rounds 1 --tokens 24 \
-        --profile ranked
+        --profile ranked,fixed
       ;;
     tests) run tests 10 env TRITON_INTERPRET=0 "$PYTHON" -m pytest -m gpu -q -n 8 tests/kernels ;;
     kernels) run kernels 10 "$PYTHON" -m benchmarks.kernels.device_kernels --out "$LOGS/device_kernels.json" ;;

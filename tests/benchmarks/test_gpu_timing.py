@@ -40,6 +40,13 @@ def test_sides_are_compared_by_what_both_have() -> None:
     assert len(table([offload, baseline], "FLASH_ATTN").splitlines()) == 4
 
 
+def test_what_a_trace_says_stands_beside_the_rounds_and_is_none_of_them() -> None:
+    timed = {"case": "8Kx1", "side": "ranked", "step_ms": 10.0}
+    (row,) = summarise([{**timed, "round": 1}, {"case": "8Kx1", "side": "ranked", "round": 0, "traced_idle": 0.25}])
+    assert row == {**timed, "traced_idle": 0.25}
+    assert "25%" in table([row], "FLASH_ATTN")
+
+
 def test_offloading_goes_through_the_cases_of_which_a_request_fits(tmp_path: Path) -> None:
     options = parse_arguments(["--device-gib", "0.5", "--cases", "8Kx32,32Kx4,128Kx1"])
     options.folder = tmp_path
