@@ -50,7 +50,7 @@ def test_parts_begin_where_torch_has_tensors_begin() -> None:
     parts = {name: numbers(*range(length)) for name, length in (("one", 1), ("two", 129), ("none", 0), ("last", 3))}
     _, uploaded = StepTensors(CPU).upload("rows", parts)
     first = uploaded["one"].data_ptr()
-    assert [(part.data_ptr() - first) % 512 for part in uploaded.values()] == [0, 0, 0, 0]
+    assert [(part.data_ptr() - first) % 512 for part in uploaded.values() if part.numel()] == [0, 0, 0]
     assert [part.tolist() for part in uploaded.values()] == [part.tolist() for part in parts.values()]
 
 
