@@ -63,14 +63,43 @@ def test_a_capture_that_fails_costs_nothing_but_time(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_the_graph_replayed_longest_ago_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_graphs, "_MOST", 2)
+def keys_run(graphs: LaunchGraphs, keys: str) -> list[tuple[str, int]]:
+    """What runs for some keys one after another: the key, and the call that it was launched or captured in."""
     launched: list[tuple[str, int]] = []
-    graphs = LaunchGraphs(Relaunched)
-    for call, key in enumerate("aabbacaa"):
+    for call, key in enumerate(keys):
         graphs.run(key, lambda key=key, call=call: launched.append((key, call)))  # type: ignore[misc]
-    # b makes room for c, and a stays: what was captured of it in the second call runs in all that follow.
-    assert launched == [("a", 0), ("a", 1), ("b", 2), ("b", 3), ("a", 1), ("c", 5), ("a", 1), ("a", 1)]
+    return launched
+
+
+def test_a_graph_makes_room_when_it_was_not_used_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_graphs, "_MOST", 2)
+    monkeypatch.setattr(launch_graphs, "_IDLE_RUNS", 5)
+    launched = keys_run(LaunchGraphs(Relaunched), "aabbcc" + "aaaa" + "cc" + "bb")
+    # There is no room for c before b was idle for five runs; then b is launched, and has none in its turn.
+    assert launched[:6] == [("a", 0), ("a", 1), ("b", 2), ("b", 3), ("c", 4), ("c", 5)]
+    assert launched[6:10] == [("a", 1)] * 4
+    assert launched[10:12] == [("c", 10), ("c", 10)]
+    assert launched[12:] == [("b", 12), ("b", 13)]
+
+
+def test_kinds_that_take_turns_are_not_captured_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_graphs, "_MOST", 2)
+    monkeypatch.setattr(launch_graphs, "_IDLE_RUNS", 16)
+    captured: list[None] = []
+
+    def capture(launch: Callable[[], None]) -> Relaunched:
+        captured.append(None)
+        return Relaunched(launch)
+
+    launched = keys_run(LaunchGraphs(capture), "abc" * 20)
+    assert len(captured) == 2
+    assert launched[-3:] == [("a", 3), ("b", 4), ("c", 59)]
+
+
+def test_kinds_that_come_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_graphs, "_MOST_MET", 3)
+    assert keys_run(LaunchGraphs(Relaunched), "axyzaa")[-2:] == [("a", 4), ("a", 5)]
+    assert keys_run(LaunchGraphs(Relaunched), "axyaa")[-2:] == [("a", 3), ("a", 3)]
 
 
 def test_there_is_room_for_a_number_and_not_much_more() -> None:

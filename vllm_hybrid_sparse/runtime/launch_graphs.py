@@ -15,8 +15,15 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_MOST = 4096
-"""Graphs that are kept; the one replayed longest ago goes first. Of 32 layers those of 128 kinds of steps."""
+_MOST = 2048
+"""Graphs that are kept. Of 32 layers those of 64 kinds of steps."""
+
+_IDLE_RUNS = 8 * _MOST
+"""A graph makes room for another when so many launches came without it. Sooner, and kinds of steps that take turns
+would be captured again and again, which takes far longer than to launch them."""
+
+_MOST_MET = 2 * _MOST
+"""Kinds of launches that are remembered until they come again."""
 
 
 class Captured(Protocol):
@@ -42,43 +49,56 @@ class LaunchGraphs:
         capture   None: everything is launched as it is
         """
         self._capture = capture
-        self._graphs: OrderedDict[Hashable, Captured | None] = OrderedDict()  # None: it was met once
+        self._met: OrderedDict[Hashable, None] = OrderedDict()  # once, and not captured
+        self._graphs: OrderedDict[Hashable, tuple[Captured, int]] = OrderedDict()  # with the run that used it last
+        self._runs = 0
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Launch, or replay what was launched for the same key.
 
         key      all that the launches depend on: whatever differs in two calls with the same key has no effect
-        launch   it must wait for nothing, and keep no tensor that it makes
+        launch   it must wait for nothing
         """
-        if self._capture is None:
+        self._runs += 1
+        graph = self._graph(key, launch)
+        if graph is None:
             launch()
-        elif key not in self._graphs:
-            launch()
-            self._keep(key, None)
-        else:
-            graph = self._graphs[key] or self._captured(key, launch)
-            self._graphs.move_to_end(key)
-            if graph is None:
-                launch()
-            else:
-                graph.replay()
+            return
+        self._graphs[key] = graph, self._runs
+        self._graphs.move_to_end(key)
+        graph.replay()
 
-    def _captured(self, key: Hashable, launch: Callable[[], None]) -> Captured | None:
-        """Capture, and keep it; None where that failed: then nothing is captured any more."""
-        assert self._capture is not None
+    def _graph(self, key: Hashable, launch: Callable[[], None]) -> Captured | None:
+        """The key's graph, captured now where that is worth it; None: it is to be launched."""
+        if self._capture is None:
+            return None
+        if key in self._graphs:
+            return self._graphs[key][0]
+        if key not in self._met:
+            self._met[key] = None
+            if len(self._met) > _MOST_MET:
+                self._met.popitem(last=False)
+            return None
+        if not self._has_room():
+            return None
         try:
             graph = self._capture(launch)
         except RuntimeError as error:
             logger.warning("hybrid_sparse: launches cannot be captured in CUDA graphs (%s); they cost more now", error)
             self._capture = None
             return None
-        self._keep(key, graph)
+        del self._met[key]
         return graph
 
-    def _keep(self, key: Hashable, graph: Captured | None) -> None:
-        self._graphs[key] = graph
-        if len(self._graphs) > _MOST:
-            self._graphs.popitem(last=False)
+    def _has_room(self) -> bool:
+        """Whether there may be a further graph, which another that nobody used lately has made room for."""
+        if len(self._graphs) < _MOST:
+            return True
+        oldest = next(iter(self._graphs))
+        if self._graphs[oldest][1] > self._runs - _IDLE_RUNS:
+            return False
+        del self._graphs[oldest]
+        return True
 
 
 class CudaCapture:

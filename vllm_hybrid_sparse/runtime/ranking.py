@@ -46,9 +46,11 @@ def rows_at_once(seq_lens: Sequence[int]) -> list[list[int]]:
 def ranking_bytes(q_heads: int, kv_heads: int) -> int:
     """Device memory that ranked rows take while they are computed, whatever there is of them; counted, not measured.
 
-    For each row and page scores of all heads, their best, an order with what sorting it takes, and two lists.
+    For each row and page, and for those that there is room for (`room_for`), scores of all heads, their best, an order
+    with what sorting it takes, and two lists. Twice: captured launches have memory of their own.
     """
-    return ROW_PAGES_AT_ONCE * (q_heads * 4 + kv_heads * (4 + 3 * 12 + 2 * 12))
+    pages = ROW_PAGES_AT_ONCE * 9 // 8
+    return 2 * pages * (q_heads * 4 + kv_heads * (4 + 3 * 12 + 2 * 12))
 
 
 class PageCodes(NamedTuple):
