@@ -254,6 +254,26 @@ def test_requests_are_served_from_what_the_scheduler_and_the_runner_say(served: 
     assert (tiers.groups, tiers.resident_groups) == (12 * KV_HEADS, 10 * KV_HEADS)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN")  # what lies in the store before anything was stored
+def test_long_contexts_are_warmed_up_behind_vllms_own(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _worker: "times")
+    assert served.worker.compile_or_warm_up_model() == "times"
+    test_requests_are_served_from_what_the_scheduler_and_the_runner_say(served)
+
+
+def test_a_warm_up_that_fails_is_left_to_the_first_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("PTXAS error")
+
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _worker: "times")
+    monkeypatch.setattr(served.runtime.cuda_layers, "warm_up", fail)
+    monkeypatch.setattr(cuda_worker.logger, "warning", lambda text, *args: said.append(text % args))
+    assert served.worker.compile_or_warm_up_model() == "times"
+    assert said == ["hybrid_sparse: kernels are compiled when they are first needed (PTXAS error)"]
+
+
 def test_a_request_that_comes_again_is_not_read_where_it_was(served: Served) -> None:
     """Blocks that others have had meanwhile, and those of a prefix that nobody has written since."""
     served.step([("a", 40, True)], scheduled_new_reqs=[new_request("a", [6, 1])])

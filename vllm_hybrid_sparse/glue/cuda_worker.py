@@ -1,5 +1,6 @@
 """vLLM's GPU worker over a host store, with either of its model runners."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -85,6 +86,20 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
             device_bytes=self._pool_bytes,
             captures=self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE,  # not --enforce-eager
         )
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Also what long contexts alone launch: the first of them would wait for Triton otherwise."""
+        times = super().compile_or_warm_up_model()
+        layers = self._runtime.cuda_layers
+        if layers is not None:
+            started = time.monotonic()
+            try:
+                layers.warm_up()
+            except RuntimeError as error:
+                logger.warning("hybrid_sparse: kernels are compiled when they are first needed (%s)", error)
+            else:
+                logger.info("hybrid_sparse: kernels for long contexts ready in %.1f s", time.monotonic() - started)
+        return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """The forward pass of one step, with the block tables of its requests in host memory."""

@@ -29,6 +29,7 @@ from vllm_hybrid_sparse.runtime.residency import ResidentRows
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.step_rows import RankedRows
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
+from vllm_hybrid_sparse.runtime.warm_up import warm_up
 
 _PARTIAL_RESULTS = 8
 """Of a batch's rows that may be in memory at once: two that are merged, the merged one, queries, repeated K and V, and
@@ -167,6 +168,10 @@ class CudaLayers:
         self._graphs.run((fills, rows.launch_key(layer, query, key, value, output)), launch)
         if not fills:
             store.rows_stored(())
+
+    def warm_up(self) -> None:
+        """Have the kernels compiled that no step before the first longer request launches; nothing of it stays."""
+        warm_up(self._tier, self._attention, self._tier.source(self._kv_caches[0]))
 
     def look_back(
         self,

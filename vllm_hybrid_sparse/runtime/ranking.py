@@ -292,6 +292,11 @@ class DeviceRanking:
                     pages[token, head] = [first_page + page for page in order[row][head][:count]]
         return pages
 
+    def drop_numbers(self) -> None:
+        """Count nothing of what was read so far; nobody has asked for it yet."""
+        self._tally.numbers.zero_()
+        self._tally.kept.zero_()
+
     def take_numbers(self) -> dict[str, float]:
         """What was read since the last call, as far as it is known without waiting for the device."""
         return self._shown.take()

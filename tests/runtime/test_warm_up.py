@@ -1,0 +1,65 @@
+"""Launches before the first request, of which nothing stays."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.served_layer import Shape
+from tests.kernels.step_checks import check_step
+from tests.runtime.test_step import POLICIES, SMALL
+from tests.runtime.tiered_layer import TieredModel
+from vllm_hybrid_sparse.runtime import warm_up as warm_up_module
+from vllm_hybrid_sparse.runtime.step_rows import RankedRows
+
+pytestmark = [
+    pytest.mark.usefixtures("interpreted"),
+    pytest.mark.filterwarnings("ignore:All-NaN"),  # what lies in the store before anything was stored
+]
+
+TINY = Shape(head_dim=16, block_tokens=32)
+
+
+def model_of(policy: str, *, ranking: str = "device", resident: float = 0.5, num_blocks: int = 40) -> TieredModel:
+    settings = {**SMALL, **POLICIES[policy], "device": "cuda", "device_ranking": ranking}
+    settings |= {"device_pool_pages": 128, "device_resident_share": resident}
+    return TieredModel(settings, shape=TINY, layers=2, num_blocks=num_blocks)
+
+
+@pytest.mark.parametrize("policy", ["dense", "codes"])
+def test_what_follows_is_as_without_it(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up_module, "_CANDIDATES", 8)
+    with model_of(policy, resident=0.5 if policy == "dense" else 0.0) as model:
+        ranking, on_cuda = model.tier.ranking, model.layers[0].on_cuda
+        assert ranking is not None
+        assert on_cuda is not None
+        attended: list[RankedRows] = []
+        attend = ranking.attend
+
+        def spy(layer: int, query: Any, rows: RankedRows, *rest: Any) -> None:
+            attended.append(rows)
+            attend(layer, query, rows, *rest)
+
+        monkeypatch.setattr(ranking, "attend", spy)
+        before = [layer.kv_cache.clone() for layer in model.layers]
+        on_cuda.warm_up()
+        assert [rows.most_candidates > 0 for rows in attended] == [policy != "dense"]
+        assert all(torch.equal(layer.kv_cache, was) for layer, was in zip(model.layers, before, strict=True))
+        stats = model.tier.take_stats()
+        assert stats.pages_wanted == stats.ranked_groups == stats.looked_groups == 0
+        model.settle()
+        requests = [model.start() for _ in range(2)]
+        for request, length in zip(requests, (60, 150), strict=True):
+            model.step([(request, length)], decode=False)
+        for _ in range(3):
+            steps = model.step([(request, 1) for request in requests], sharpness=3.0)
+            excuses = [check_step(layer, step) for layer, step in zip(model.layers, steps, strict=True)]
+            assert excuses == [[], []]
+
+
+@pytest.mark.parametrize(("ranking", "resident"), [("host", 0.5), ("host", 0.0), ("device", 0.0)])
+def test_only_what_there_is_is_launched(ranking: str, resident: float) -> None:
+    with model_of("codes", ranking=ranking, resident=resident, num_blocks=3) as model:
+        assert model.layers[0].on_cuda is not None
+        model.layers[0].on_cuda.warm_up()
+        model.settle()

@@ -1,0 +1,66 @@
+"""Kernels that only longer contexts launch, run once beforehand, so that no request waits for Triton.
+
+vLLM warms up with requests of a few tokens: no page of theirs is filled, none is a candidate, and no block has a frame.
+"""
+
+import numpy as np
+import torch
+
+from vllm_hybrid_sparse.kernels.copy.gpu import TokenFrames, store_tokens
+from vllm_hybrid_sparse.kernels.frame_attention.gpu import attend_frames
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.runtime.ranking import DeviceRanking
+from vllm_hybrid_sparse.runtime.residency import Residency
+from vllm_hybrid_sparse.runtime.tiers import DeviceTier
+from vllm_hybrid_sparse.values import PAGE_TOKENS
+
+_CANDIDATES = 64  # pages, of the context that is made up
+
+
+@torch.inference_mode()
+def warm_up(tier: DeviceTier, attention: NativeAttention, source: HostPages) -> None:
+    """Launch what ranked and resident rows launch, for one row of a context that nobody has.
+
+    What the blocks of the host store hold is read, and nothing of it is kept; no request may have begun.
+
+    source   the first layer's
+    """
+    query = torch.zeros(
+        1, attention.num_q_heads, attention.head_dim, dtype=attention.dtype, device=tier.pool.key.device
+    )
+    if tier.ranking is not None:
+        _warm_up_ranked(tier, tier.ranking, source, query, attention.scale)
+    if tier.residency is not None:
+        _warm_up_resident(tier.residency, source, query, attention)
+
+
+def _warm_up_ranked(
+    tier: DeviceTier, ranking: DeviceRanking, source: HostPages, query: torch.Tensor, scale: float
+) -> None:
+    """Attend in the first layer to the store's first blocks, as many as the context has, then forget them."""
+    retained = tier.settings.retained
+    tokens = retained.sink_tokens + retained.window_tokens + _CANDIDATES * PAGE_TOKENS
+    of_block = source.pages_per_block * PAGE_TOKENS
+    blocks = min(-(-tokens // of_block), source.num_pages // source.pages_per_block)
+    table = np.arange(blocks, dtype=np.int32)
+    lengths = [min(tokens, blocks * of_block)]
+    ranking.begin_step([table], lengths, [])
+    ranking.encode_blocks(0, table[:1].tolist())
+    for rows in ranking.rows([0], [table], lengths):
+        ranking.attend(0, query, rows, torch.empty_like(query), scale)
+    ranking.drop_numbers()
+    tier.forget_blocks(table.tolist())
+
+
+def _warm_up_resident(residency: Residency, source: HostPages, query: torch.Tensor, attention: NativeAttention) -> None:
+    """Attend to a frame, whatever it holds. What is stored goes nowhere in the host store, and to no block's frame."""
+    frames = residency.frames(0)
+    device = query.device
+    new = query[:, : attention.num_kv_heads]
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    nowhere = torch.full((1, attention.num_kv_heads), -1, dtype=torch.int64, device=device)
+    store_tokens(source.elements, nowhere, none, new, new, TokenFrames(*frames, none, none))
+    tokens = residency.block_tokens
+    lengths = torch.full((1,), tokens, dtype=torch.int32, device=device)
+    attend_frames(query, *frames, none[None], lengths, torch.empty_like(query), scale=attention.scale, longest=tokens)
