@@ -90,6 +90,7 @@ DEVICE_SETTINGS = (
     "device_graphs",
     "host_share",
 )  # of them, those that need a device
+QUICK_CONNECTOR = FILLING_CONNECTOR | {"kv_connector_module_path": "benchmarks.serving.quick_fill"}
 FLUXION_BUDGET = 0.05  # of the candidates, as the other sides read
 DEFAULT_SIDES = (BASELINE, "resident", "ranked", FIXED, "topk", "queue")
 DEFAULT_CASES = "8Kx1,8Kx32,32Kx4,128Kx1,128Kx4"
@@ -143,7 +144,7 @@ def engine_arguments(options: argparse.Namespace, cases: Sequence[Case]) -> Json
     if options.model is None:
         arguments["load_format"] = "dummy"
     if not options.computed:
-        arguments["kv_transfer_config"] = FILLING_CONNECTOR
+        arguments["kv_transfer_config"] = QUICK_CONNECTOR
     return arguments
 
 
@@ -154,7 +155,7 @@ def offload_arguments(options: argparse.Namespace, common: Json) -> Json:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes_to_use": common["kv_cache_memory_bytes"]},
     }
-    connectors = [offloading, *([] if options.computed else [FILLING_CONNECTOR])]
+    connectors = [offloading, *([] if options.computed else [QUICK_CONNECTOR])]
     return {
         "attention_backend": options.baseline,
         "kv_cache_memory_bytes": int(options.device_gib * 2**30),

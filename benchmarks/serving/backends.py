@@ -13,7 +13,6 @@ DTYPES = {"bfloat16": 2, "float32": 4}  # bytes a number
 _SPARE = 1.15  # summaries and partly filled blocks
 FILLING_CONNECTOR = {
     "kv_connector": "DecodeBenchConnector",
-    "kv_connector_module_path": "benchmarks.serving.quick_fill",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
         "fill_mean": 0.0,
@@ -21,7 +20,7 @@ FILLING_CONNECTOR = {
         "startup_fill": True,
     },  # 0 would make all pages alike
 }
-"""The KV connector that fills the KV cache, once, instead of computing prompts."""
+"""The KV connector of vLLM that fills the KV cache, once, instead of computing prompts."""
 
 
 def thread_env(threads: str) -> dict[str, str]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.gpu_timing import QUICK_CONNECTOR
 from benchmarks.serving import quick_fill
-from benchmarks.serving.backends import FILLING_CONNECTOR
 from benchmarks.serving.quick_fill import QuickFillWorker
 
 
@@ -22,5 +22,5 @@ def test_all_of_a_cache_is_random_whatever_its_strides(monkeypatch: pytest.Monke
 
 
 def test_it_goes_by_the_name_that_cuda_takes() -> None:
-    assert FILLING_CONNECTOR["kv_connector"] == quick_fill.DecodeBenchConnector.__name__ == "DecodeBenchConnector"
-    assert FILLING_CONNECTOR["kv_connector_module_path"] == quick_fill.__name__
+    assert QUICK_CONNECTOR["kv_connector"] == quick_fill.DecodeBenchConnector.__name__ == "DecodeBenchConnector"
+    assert QUICK_CONNECTOR["kv_connector_module_path"] == quick_fill.__name__
