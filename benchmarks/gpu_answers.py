@@ -5,6 +5,7 @@ of its log-probabilities to these, over the tokens that both show of a place, an
 same tokens.
 """
 
+import math
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ class Verdict(NamedTuple):
 
     equal: int  # of the requests
     error: float
+    gap: float  # how much less likely than the right token another was that was chosen, at the most
     strange: str  # a token that is none of the most likely where it was chosen, and where; empty: there is none
 
 
@@ -87,7 +89,7 @@ def right_answers(folder: Path) -> Answers:
 
 def compare(right: Answers, answers: Answers) -> Verdict:
     """How far answers are from the right ones; what follows the first other token of a request is not compared."""
-    equal, error, strange = 0, 0.0, ""
+    equal, error, gap, strange = 0, 0.0, 0.0, ""
     for request, (wanted, given) in enumerate(zip(right, answers, strict=True)):
         equal += [place[0] for place in wanted] == [place[0] for place in given]
         for number, ((token, likely), (other, shown)) in enumerate(zip(wanted, given, strict=True)):
@@ -99,10 +101,11 @@ def compare(right: Answers, answers: Answers) -> Verdict:
                     strange or f"request {request}, place {number}: token {other} is none of the {SHOWN} most likely"
                 )
             if other != token:
+                gap = max(gap, log_probabilities[token] - log_probabilities.get(other, -math.inf))
                 break
-    return Verdict(equal, error, strange)
+    return Verdict(equal, error, gap, strange)
 
 
 def most_error(dtype: str, baseline: Verdict) -> float:
-    """What an error may be at the most."""
+    """What an error, and a gap, may be at the most."""
     return EXACT if dtype == "float32" else NOISE * baseline.error

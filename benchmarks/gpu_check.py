@@ -15,12 +15,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.machine import REPOSITORY, provenance
 from benchmarks.report import markdown_table
+
+_SHOWN_LINES = 40  # of the log of a stage that failed
+_running: set[subprocess.Popen[bytes]] = set()  # of this process's stages
 
 NOT_INSTALLED = 77
 """Exit status of a stage that lacks what it needs (deploy/gpu/smoke.py)."""
@@ -113,6 +117,7 @@ def run_stage(stage: Stage, log: Path) -> Outcome:
             stdin=subprocess.DEVNULL,
             process_group=0,
         )
+        _running.add(process)
         try:
             code: int | None = process.wait(stage.timeout_s)
         except subprocess.TimeoutExpired:
@@ -120,6 +125,7 @@ def run_stage(stage: Stage, log: Path) -> Outcome:
         finally:
             ask_to_end(process, stage.grace_s)
             end_group(process)
+            _running.discard(process)
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     status = {0: "ok", None: "TIMED OUT", NOT_INSTALLED: "not installed"}.get(code, "FAILED")
     return Outcome(
@@ -129,6 +135,27 @@ def run_stage(stage: Stage, log: Path) -> Outcome:
         last_line=lines[-1].strip() if lines else "",
         log=log.name,
     )
+
+
+@contextlib.contextmanager
+def stage_threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that run stages side by side; what they were given is to be waited for in the block.
+
+    Where an exception ends it, as SIGTERM's may, what runs is killed with its children, and nothing more begins.
+    """
+    with ThreadPoolExecutor(max_workers=jobs) as threads:
+        try:
+            yield threads
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for process in tuple(_running):
+                end_group(process)
+            raise
+
+
+def last_lines(log: Path) -> str:
+    """The end of what a stage said."""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:])
 
 
 def ask_to_end(process: subprocess.Popen[bytes], grace_s: float) -> None:

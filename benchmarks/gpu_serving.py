@@ -11,12 +11,10 @@ installed. On a machine without a GPU: `--baseline CPU_ATTN --dtype float32 --de
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,11 +30,11 @@ from benchmarks.gpu_answers import (
     right_answers,
     write_model,
 )
-from benchmarks.gpu_check import NOT_INSTALLED
+from benchmarks.gpu_check import NOT_INSTALLED, Stage, last_lines, run_stage, stage_threads
+from benchmarks.serving.backends import stop_servers_when_terminated
 from vllm_hybrid_sparse.errors import LoadError
 
 DTYPES = ("bfloat16", "float16", "float32")
-SHOWN_LINES = 40  # of the log of an engine that failed
 
 NEARLY_ALL = 0.999999
 ALL_SALIENT = 1e-9  # of HGCA's beta: every token that was given any weight
@@ -128,49 +126,32 @@ def answer(folder: Path, backend: str, dtype: str, settings: Mapping[str, Any] |
     return answers
 
 
-def run_engine(arguments: Sequence[str], env: Mapping[str, str], out: Path, timeout_s: float) -> Any:
+def run_engine(arguments: Sequence[str], env: Mapping[str, str], out: Path, timeout_s: int) -> Any:
     """Answer in a process of its own, with what it says in a `.log` beside `out`. EngineError where it does not."""
     command = [sys.executable, "-m", "benchmarks.gpu_serving", *arguments, "--answers", str(out)]
+    given = [f"{name}={value}" for name, value in env.items()]
     log = out.with_suffix(".log")
-    try:
-        with log.open("w", encoding="utf-8") as file:
-            subprocess.run(
-                command,
-                env=os.environ | dict(env),
-                check=True,
-                timeout=timeout_s,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-    except subprocess.SubprocessError as error:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
-        raise EngineError("\n".join([*lines, f"{out.stem}: {error}"])) from error
+    outcome = run_stage(Stage(name=out.stem, command=("env", *given, *command), timeout_s=timeout_s, grace_s=3.0), log)
+    if outcome.failed:
+        raise EngineError(f"{last_lines(log)}\n{outcome.name}: {outcome.status}")
     return json.loads(out.read_text(encoding="utf-8"))
 
 
 def run_engines(options: argparse.Namespace, folder: Path) -> dict[str, Future[Any]]:
-    """The answers of the baseline and of every case."""
-    from benchmarks.accuracy.fixed_budget import with_fixed_predictor  # noqa: PLC0415  (imports torch)
-
+    """The answers of the baseline and of every case, all of them there."""
     common = ["--baseline", options.baseline, "--dtype", options.dtype, "--device", options.device]
     common += ["--model", str(folder / "model")]
 
-    def given(case: str) -> str:
-        """The settings of a case; a predictor is made here, since torch's threads do not outlive an engine's fork."""
-        path = options.logs / f"{case}.safetensors"
-        settings = {**CASES[case].settings, "device": options.device}
-        return json.dumps(with_fixed_predictor(settings, 1.0, folder / "model", path))
-
-    def run(side: str, case: str, name: str, env: Mapping[str, str], *more: str) -> Any:
+    def run(side: str, case: str, name: str, env: Mapping[str, str]) -> Any:
         """One side's answers; a file and a log are left by its name."""
-        arguments = [case, *common, "--side", side, *more]
-        return run_engine(arguments, env, options.logs / f"{name}.json", options.timeout)
+        return run_engine([case, *common, "--side", side], env, options.logs / f"{name}.json", options.timeout)
 
-    with ThreadPoolExecutor(max_workers=options.jobs) as engines:
+    with stage_threads(options.jobs) as engines:
         first = options.cases[0]
         begun = {name: engines.submit(run, name, first, name, {}) for name in ("baseline", "right")}
         for case in options.cases:
-            begun[case] = engines.submit(run, "ours", case, case, CASES[case].env, "--settings", given(case))
+            begun[case] = engines.submit(run, "ours", case, case, CASES[case].env)
+        wait(begun.values())
     return begun
 
 
@@ -183,9 +164,10 @@ def report(case: str, answers: Mapping[str, Future[Any]], options: argparse.Name
     right, baseline, ours = (answers[side].result() for side in ("right", "baseline", case))
     theirs, verdict = compare(right, baseline), compare(right, ours)
     most = most_error(options.dtype, theirs)
-    fine = verdict.error <= most and not verdict.strange
+    fine = max(verdict.error, verdict.gap) <= most and not verdict.strange
     print(
-        f"{case}: {verdict.equal} of {len(ours)} answers right, error {verdict.error:.4f} (at most {most:.4f}; "
+        f"{case}: {verdict.equal} of {len(ours)} answers right, error {verdict.error:.4f}, other tokens "
+        f"{verdict.gap:.4f} below the likeliest (at most {most:.4f}; "
         f"{options.baseline}: {theirs.equal}, {theirs.error:.4f}), {'ok' if fine else f'WRONG {verdict.strange}'}"
     )
     return fine
@@ -198,7 +180,12 @@ def serve_here(options: argparse.Namespace) -> None:
     else:
         (name,) = options.cases
         ours = options.side == "ours"
-        settings = json.loads(options.settings) if ours else None
+        settings = None
+        if ours:
+            from benchmarks.accuracy.fixed_budget import with_fixed_predictor  # noqa: PLC0415  (imports torch)
+
+            given = {**CASES[name].settings, "device": options.device}
+            settings = with_fixed_predictor(given, 1.0, options.model, options.answers.with_suffix(".safetensors"))
         backend = "hybrid_sparse" if ours else options.baseline
         answers = answer(options.model, backend, options.dtype, settings, eager=CASES[name].eager or not ours)
     options.answers.write_text(json.dumps(answers), encoding="utf-8")
@@ -212,11 +199,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--device", default="cuda", choices=("cuda", "emulated", "none"))
     parser.add_argument("--jobs", default=1, type=int, help="engines at a time (%(default)s)")
-    parser.add_argument("--timeout", default=280.0, type=float, help="seconds of one engine (%(default)s)")
+    parser.add_argument("--timeout", default=280, type=int, help="seconds of one engine (%(default)s)")
     parser.add_argument("--logs", type=Path, help="folder that keeps what the engines said and answered")
     parser.add_argument("--side", choices=("baseline", "ours", "right"), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--settings", help=argparse.SUPPRESS)
     parser.add_argument("--answers", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.jobs < 1:
@@ -233,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if find_spec("vllm") is None:
         print("vllm is not installed")
         return NOT_INSTALLED
+    stop_servers_when_terminated()  # and engines, each in a group of its own
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         options.logs = options.logs or folder

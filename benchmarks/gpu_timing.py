@@ -20,18 +20,17 @@ import argparse
 import contextlib
 import fcntl
 import json
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check import NOT_INSTALLED, Stage, find_gpu, run_stage
+from benchmarks.gpu_check import NOT_INSTALLED, Stage, find_gpu, last_lines, run_stage, stage_threads
 from benchmarks.gpu_timing_rows import (
     BASELINE,
     FIXED,
@@ -97,7 +96,6 @@ DEFAULT_CASES = "8Kx1,8Kx32,32Kx4,128Kx1,128Kx4"
 BF16_BYTES = 2
 OVERLAPPED_SHARE = 0.9  # of the GPU's memory, for all sides
 PROFILED_TOKENS = 6
-_SHOWN_LINES = 40  # of the log of a side that failed
 _SPARE = 1.15  # summaries and blocks begun, of the KV bytes
 _SPARE_TOKENS = 256  # blocks begun, and one that vLLM keeps to itself
 
@@ -217,8 +215,6 @@ def serve_side(side: str, options: argparse.Namespace, cases: Sequence[Case], ou
     if side == OFFLOAD:
         cases = fitting(options, cases)
     common = engine_arguments(options, cases)
-    if side == "fluxion":  # for whose predictor torch computes here: its threads do not outlive a fork
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     profiled = side in options.profile.split(",")
     if profiled:
         folder = str(out.with_suffix(".trace"))
@@ -234,16 +230,19 @@ def serve_side(side: str, options: argparse.Namespace, cases: Sequence[Case], ou
                 after = counters(generate_latest(REGISTRY).decode())
                 row = {"side": side, "case": case.name, "round": round_, **timed, **differences(before, after)}
                 before = after
-                with out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+                append(out, row)
     if profiled:
         with alone(options.turn):
             llm.start_profile()
             time_round(llm.llm_engine, max(cases), PROFILED_TOKENS, "profiled", apart=side == OFFLOAD)
             llm.stop_profile()
-        row = {"side": side, "case": max(cases).name, "round": 0, **traced(out.with_suffix(".trace"))}
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append(out, {"side": side, "case": max(cases).name, "round": 0, **traced(out.with_suffix(".trace"))})
+
+
+def append(out: Path, row: Json) -> None:
+    """Keep a row at once: the side may be cut off."""
+    with out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def traced(folder: Path) -> Json:
@@ -348,7 +347,7 @@ def run_side(side: str, given: Sequence[str], options: argparse.Namespace, out: 
     stage = Stage(name=side, command=tuple(command), timeout_s=options.side_timeout, grace_s=3.0)
     outcome = run_stage(stage, log)
     if outcome.failed:
-        print("\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]))
+        print(last_lines(log))
     lines = rows.read_text(encoding="utf-8").splitlines() if rows.is_file() else []
     return [json.loads(line) for line in lines], outcome.status
 
@@ -356,7 +355,7 @@ def run_side(side: str, given: Sequence[str], options: argparse.Namespace, out: 
 def run_sides(given: Sequence[str], options: argparse.Namespace, out: Path) -> Iterator[tuple[str, list[Json], str]]:
     """All sides as they end, with what `run_side` returns of each: one after another, or, with --overlap, at once."""
     sides = options.sides.split(",")
-    with ThreadPoolExecutor(max_workers=len(sides) if options.overlap else 1) as starts:
+    with stage_threads(len(sides) if options.overlap else 1) as starts:
         ends = {starts.submit(run_side, side, given, options, out): side for side in sides}
         for ended in as_completed(ends):
             yield (ends[ended], *ended.result())

@@ -10,12 +10,30 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import gpu_check, gpu_serving
-from benchmarks.gpu_check import Outcome, Stage, run_all, run_stage, stages, table
+from benchmarks.gpu_check import Outcome, Stage, run_all, run_stage, stage_threads, stages, table
 
 
 def python(name: str, script: str, timeout_s: int = 60) -> Stage:
     """A stage that runs a line of Python."""
     return Stage(name=name, command=(sys.executable, "-c", script), timeout_s=timeout_s)
+
+
+def touching(alive: Path) -> str:
+    """A script that touches a file for as long as it runs."""
+    return f"import pathlib, time\nwhile True: pathlib.Path({str(alive)!r}).touch(); time.sleep(0.05)"
+
+
+def parent_of(child: str) -> str:
+    """A script that runs another one and waits for it."""
+    return f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+
+
+def check_ended(alive: Path) -> None:
+    """That what touched a file did, and does so no more."""
+    assert alive.exists()
+    alive.unlink()
+    time.sleep(0.5)
+    assert not alive.exists()
 
 
 @pytest.mark.parametrize(
@@ -34,32 +52,23 @@ def test_a_stage_ends_with_its_status_and_last_line(script: str, status: str, la
 
 def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
-    child = f"import pathlib, time\nwhile True: pathlib.Path({str(alive)!r}).touch(); time.sleep(0.05)"
-    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    outcome = run_stage(python("hangs", script, timeout_s=6), tmp_path / "a.log")
+    outcome = run_stage(python("hangs", parent_of(touching(alive)), timeout_s=6), tmp_path / "a.log")
     assert outcome.status == "TIMED OUT"
-    assert alive.exists()
-    alive.unlink()
-    time.sleep(0.5)
-    assert not alive.exists()
+    check_ended(alive)
 
 
 def test_a_stage_ends_the_groups_that_it_has_made_itself(tmp_path: Path) -> None:
     """As `gpu_timing` does, whose sides are stages of its own."""
     alive = tmp_path / "alive"
-    child = f"import pathlib, time\nwhile True: pathlib.Path({str(alive)!r}).touch(); time.sleep(0.05)"
     script = (
         "import pathlib, signal, sys; from benchmarks.gpu_check import Stage, run_stage\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
-        f"side = Stage(name='side', command=(sys.executable, '-c', {child!r}), timeout_s=60, grace_s=1.0)\n"
+        f"side = Stage(name='side', command=(sys.executable, '-c', {touching(alive)!r}), timeout_s=60, grace_s=1.0)\n"
         f"run_stage(side, pathlib.Path({str(tmp_path / 'b.log')!r}))"
     )
     outcome = run_stage(python("cut off", script, timeout_s=12), tmp_path / "a.log")
     assert outcome.status == "TIMED OUT"
-    assert alive.exists()
-    alive.unlink()
-    time.sleep(0.5)
-    assert not alive.exists()
+    check_ended(alive)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +110,28 @@ def test_the_summary_is_there_while_a_later_stage_still_runs(tmp_path: Path) -> 
     look = f"import json; print(len(json.load(open({str(tmp_path / 'summary.json')!r}))['stages']))"
     outcomes = run_all([python("first", ""), python("second", look)], tmp_path, {}, lambda _text: None)
     assert outcomes[1].last_line == "1"
+
+
+def test_what_runs_is_killed_and_nothing_more_begins_where_the_block_is_left(tmp_path: Path) -> None:
+    """With its children: one that stayed would have a GPU's memory."""
+    alive, outcomes = tmp_path / "alive", []
+
+    def leave() -> None:
+        with stage_threads(1) as threads:
+            for name in ("first", "second"):
+                stage = python(name, parent_of(touching(alive)))
+                outcomes.append(threads.submit(run_stage, stage, tmp_path / f"{name}.log"))
+            while not alive.exists():
+                time.sleep(0.05)
+            raise SystemExit(143)
+
+    begun = time.monotonic()
+    with pytest.raises(SystemExit):
+        leave()
+    assert time.monotonic() - begun < 30
+    assert outcomes[0].result().failed
+    assert outcomes[1].cancelled()
+    check_ended(alive)
 
 
 def test_the_table_has_a_line_for_each_stage() -> None:

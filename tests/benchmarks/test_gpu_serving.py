@@ -1,5 +1,6 @@
 """When answers count as right."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ def answer(*tokens: int, off: float = 0.0) -> list[Any]:
 @pytest.mark.parametrize(
     ("ours", "verdict"),
     [
-        (answer(4, 4), Verdict(1, 0.0, "")),
-        (answer(4, 4, off=0.25), Verdict(1, 0.25, "")),
-        (answer(4, 5), Verdict(0, 0.0, "")),
-        ([*answer(5), *answer(4, off=7.0)], Verdict(0, 0.0, "")),  # what follows another token is another text
-        (answer(7, 4), Verdict(0, 0.0, "request 0, place 0: token 7 is none of the 5 most likely")),
+        (answer(4, 4), Verdict(1, 0.0, 0.0, "")),
+        (answer(4, 4, off=0.25), Verdict(1, 0.25, 0.0, "")),
+        (answer(4, 5), Verdict(0, 0.0, 0.1, "")),
+        (answer(6, 4), Verdict(0, 0.0, 2.9, "")),
+        ([*answer(5), *answer(4, off=7.0)], Verdict(0, 0.0, 0.1, "")),  # what follows another token is another text
+        (answer(7, 4), Verdict(0, 0.0, math.inf, "request 0, place 0: token 7 is none of the 5 most likely")),
     ],
 )
 def test_how_far_answers_are_from_the_right_ones(ours: list[Any], verdict: Verdict) -> None:
@@ -43,11 +45,11 @@ def test_how_far_answers_are_from_the_right_ones(ours: list[Any], verdict: Verdi
 
 def test_the_largest_error_of_all_requests_counts() -> None:
     ours = [answer(4, 4), answer(4, 5, off=-0.5), answer(4, 4, off=0.1)]
-    assert compare([answer(4, 4)] * 3, ours) == pytest.approx(Verdict(2, 0.5, ""))
+    assert compare([answer(4, 4)] * 3, ours) == pytest.approx(Verdict(2, 0.5, 0.1, ""))
 
 
 def test_in_float32_answers_are_exact_whatever_the_baseline_does() -> None:
-    theirs = Verdict(1, 0.5, "")
+    theirs = Verdict(1, 0.5, 3.0, "")
     assert most_error("float32", theirs) == EXACT
     assert most_error("bfloat16", theirs) == NOISE * 0.5
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_what_comes_a_second_time_is_captured_and_replayed_from_then_on() -> Non
     launched: list[str] = []
     graphs = LaunchGraphs(Relaunched)
     for call in ("first", "second", "third"):
-        graphs.run("key", lambda call=call: launched.append(call))  # type: ignore[misc]
+        graphs.run("key", partial(launched.append, call))
     assert launched == ["first", "second", "second"]
     graphs.run("other", lambda: launched.append("other"))
     assert launched[-1] == "other"
@@ -43,7 +44,7 @@ def test_without_a_capture_everything_is_launched() -> None:
     launched: list[int] = []
     graphs = LaunchGraphs(None)
     for call in range(3):
-        graphs.run("key", lambda call=call: launched.append(call))  # type: ignore[misc]
+        graphs.run("key", partial(launched.append, call))
     assert launched == [0, 1, 2]
 
 
@@ -55,7 +56,7 @@ def test_a_capture_that_fails_costs_nothing_but_time(caplog: pytest.LogCaptureFi
     graphs = LaunchGraphs(refuse)
     with caplog.at_level(logging.WARNING):
         for call in range(4):
-            graphs.run("key", lambda call=call: launched.append(call))  # type: ignore[misc]
+            graphs.run("key", partial(launched.append, call))
     assert launched == [0, 1, 2, 3]
     assert [record.getMessage() for record in caplog.records] == [
         "hybrid_sparse: launches cannot be captured in CUDA graphs (operation not permitted when stream is capturing); "
@@ -67,7 +68,7 @@ def keys_run(graphs: LaunchGraphs, keys: str) -> list[tuple[str, int]]:
     """What runs for some keys one after another: the key, and the call that it was launched or captured in."""
     launched: list[tuple[str, int]] = []
     for call, key in enumerate(keys):
-        graphs.run(key, lambda key=key, call=call: launched.append((key, call)))  # type: ignore[misc]
+        graphs.run(key, partial(launched.append, (key, call)))
     return launched
 
 
