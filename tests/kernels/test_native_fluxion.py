@@ -200,15 +200,19 @@ def test_what_was_read_is_counted() -> None:
 
 @pytest.mark.parametrize("summary", ["minmax", "split_codes"])
 def test_threads_do_not_change_what_is_read(summary: str) -> None:
-    outputs, plans = list[torch.Tensor](), list[list[list[list[int]]]]()
+    """One thread does as the reference does, and several as the one."""
+    outputs, plans = list[torch.Tensor](), list[list[list[int]]]()
     for threads in (1, 2, 5):
         shape = small(num_threads=threads, summary=summary)
         mirror = MirroredFluxion(shape, some_predictor(shape, RETAINED), RETAINED, num_blocks=360)
-        rows = [(mirror.start(), length) for length in (60, 4800)]  # of which two parts are scored
-        mirror.step(*rows)
-        step = mirror.step(*((request, 1) for request, _ in rows))
-        outputs.append(step.output)
-        plans.append(mirror.pages)
+        layer, requests = mirror.layer, [mirror.start(), mirror.start()]
+        compared = mirror.step if threads == 1 else lambda *rows, layer=layer: layer.step(rows, retained=RETAINED)
+        compared((requests[0], 60))
+        for _ in range(10):
+            compared((requests[1], 480))  # 4800 tokens, of which two parts are scored
+        outputs.append(compared(*((request, 1) for request in requests)).output)
+        plans.append([layer.attention.last_plan(row, kv_head) for row in range(2) for kv_head in range(2)])
+    assert any(plans[0])
     assert plans[0] == plans[1] == plans[2]
     assert_close(outputs[1], outputs[0])
     assert_close(outputs[2], outputs[0])

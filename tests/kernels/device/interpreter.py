@@ -1,6 +1,8 @@
-"""Triton's interpreter, with two things mended that these kernels and their callers need and it lacks."""
+"""Triton's interpreter, with two things mended that these kernels and their callers need, and two that cost time."""
 
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,9 @@ def mend_interpreter() -> None:
     """Let the interpreter's dot products take bf16, and let threads launch side by side, as on a GPU.
 
     It would multiply the bits of bf16 as whole numbers, and it keeps the place in the grid in one global variable.
+
+    Each call of one kernel's function by another would wrap all of Triton's language once more, and whole numbers are
+    tested for overflows that are then not reported.
     """
     create_dot = interpreter.InterpreterBuilder.create_dot
     if getattr(create_dot, "takes_bf16", False):
@@ -37,10 +42,24 @@ def mend_interpreter() -> None:
     mended.takes_bf16 = True  # type: ignore[attr-defined]
     interpreter.InterpreterBuilder.create_dot = mended
 
-    launch, lock = interpreter.GridExecutor.__call__, threading.RLock()
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+    patch, launch, lock = interpreter._patch_lang, interpreter.GridExecutor.__call__, threading.RLock()
+    whole = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # as if a function used all modules
+    wrapped = False  # in the launch under way
+
+    def wrap_once(_fn: Any) -> Any:
+        nonlocal wrapped
+        scope = interpreter._LangPatchScope() if wrapped else patch(whole)
+        wrapped = True
+        return scope
 
     def launch_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal wrapped
         with lock, np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            wrapped = False
             return launch(self, *args, **kwargs)
 
+    interpreter._patch_lang = wrap_once
     interpreter.GridExecutor.__call__ = launch_alone
