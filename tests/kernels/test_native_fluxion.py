@@ -81,8 +81,7 @@ def test_a_granularity_that_is_asked_for_is_kept(isa: str, granularity: int, sum
 
 
 @pytest.mark.parametrize("granularity", [0, 16, 64])
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize(("threads", "share"), [(1, 0.5), (2, 1.0)])
 @pytest.mark.parametrize("summary", ["key_codes", "split_codes"])
 def test_unread_weight_goes_to_the_candidates_read(
     isa: str, granularity: int, threads: int, share: float, summary: str

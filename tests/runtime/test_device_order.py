@@ -161,13 +161,12 @@ RANKED_AND_RESIDENT = {**RANKED, "device_pool_pages": 80, "device_resident_share
 
 
 def ranked(model: TieredModel) -> None:
-    """Rows with candidates, beside prompts and rows that come and go in frames."""
+    """Rows with candidates, beside prompts."""
     one, other = model.start(), model.start()
     model.step([(one, 190)], decode=False)
     model.step([(one, 1)])  # with no prompt beside it, whose stores would come behind the codes
     for tokens in (40, 90, 1):
         model.step([(other, tokens), (one, 1)])
-    come_and_go(model)
 
 
 @pytest.mark.parametrize("settings", [RANKED, RANKED_AND_RESIDENT])
@@ -175,6 +174,7 @@ def test_what_the_device_ranks_and_reads_is_there(settings: dict[str, Any], monk
     machine = watch(monkeypatch)
     with model_of(settings, layers=2) as model:
         ranked(model)
+        come_and_go(model)
         stats = model.tier.take_stats()
     assert stats.ranked_groups > 0
     assert (stats.resident_groups > 0) is ("device_resident_share" in settings)
