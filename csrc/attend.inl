@@ -171,6 +171,19 @@ static inline void keep_scores(const AttendArgs& args, const Chunk<T>& chunk, in
   }
 }
 
+// Takes the tokens before a row's sliding window out of its scores. Out of line, so that attention without one is as it was.
+template <class T>
+[[gnu::noinline]]
+static void hide_tokens(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int rows, float* scores) {
+  for (int r = 0; r < rows; ++r) {
+    for (int page = 0; page < chunk.pages; ++page) {
+      const int hidden = args.hidden[first_row + r] - chunk.first_token[page];
+      float* of_page = scores + r * kChunkTokens + page * kPageTokens;
+      for (int token = 0; token < hidden && token < kPageTokens; ++token) of_page[token] = -__builtin_inff();
+    }
+  }
+}
+
 // What the lanes of `rows` registers add to the rows' sums, of four rows together; three more registers are set to zero.
 [[gnu::always_inline]]
 static inline void add_to_sums(vf* added, int rows, const float* rescale, float* row_sum) {
@@ -202,6 +215,7 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
     keep_scores(args, chunk, first_row, Rows, scores);
     if (!args.out) return;
   }
+  if (args.hidden) hide_tokens(args, chunk, first_row, Rows, scores);
   vf added[Rows + 3];
   for (int r = 0; r < Rows; ++r) {
     const int row = first_row + r;

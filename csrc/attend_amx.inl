@@ -103,6 +103,7 @@ static void attend_tile(const AttendArgs& args, const Chunk<Bf16Amx>& chunk, int
     keep_scores(args, chunk, first_row, rows, buffers.scores);
     if (!args.out) return;
   }
+  if (args.hidden) hide_tokens(args, chunk, first_row, rows, buffers.scores);
   if (first_row == 0) copy_last_values(chunk, head_dim, buffers.last_values);
   vf added[kTileRows + 3];
   float rescale[kTileRows];
@@ -152,6 +153,7 @@ static void attend_amx(const AttendArgs& all) {
     args.rows = all.rows - first < kPackedRows ? all.rows - first : kPackedRows;
     args.queries += first;
     args.visible += first;
+    if (args.hidden) args.hidden += first;
     args.row_max += first;
     args.row_sum += first;
     if (args.out) args.out += int64_t{first} * args.head_dim;

@@ -34,7 +34,8 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
     const int seq_len = batch.seq_lens[r];
     if (seq_len <= 0) continue;
     const int pages = (seq_len + kPageTokens - 1) / kPageTokens;
-    const auto [begin, end] = selection.candidates(seq_len);
+    const int first_page = geometry_.first_seen(seq_len) / kPageTokens;
+    const auto [begin, end] = geometry_.sliding_window ? CandidatePages{0, 0} : selection.candidates(seq_len);
     const int candidates = end - begin;
     const int budget = selection.budget(candidates);
     const bool sparse = batch.decode[r] && candidates > 0;
@@ -47,6 +48,7 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
       item.head = head;
       item.token = token;
       item.seq_len = seq_len;
+      item.first_page = first_page;
       item.pages = pages;
       item.candidate_begin = begin;
       item.candidate_end = end;
@@ -218,7 +220,7 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
   int64_t total = 0;
   for (int i = 0; i < item_count_; ++i) {
     const Item& item = items_[i];
-    if (!item.progressive) total += item.ranked ? item.budget : item.pages;
+    if (!item.progressive) total += item.ranked ? item.budget : item.pages - item.first_page;
   }
   const int64_t parts = pool_.size() == 1 ? 1 : int64_t{kSpansPerThread} * pool_.size();
   const int span_pages =
@@ -229,14 +231,15 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
   for (int i = 0; i < item_count_; ++i) {
     Item& item = items_[i];
     if (item.progressive) continue;
-    const int pages = item.ranked ? item.budget : item.pages;
+    const int pages = item.ranked ? item.budget : item.pages - item.first_page;
     item.first_state = states;
     item.states = std::max(pages - 1, 0) / span_pages + 1;
     item.pending = item.states;
     for (int s = 0; s < item.states; ++s) {
       const int begin = static_cast<int>(int64_t{pages} * s / item.states);
       const int end = static_cast<int>(int64_t{pages} * (s + 1) / item.states);
-      spans_.push_back({i, item.ranked ? item.order.data() + begin : nullptr, begin, end - begin, states++});
+      const int32_t* named = item.ranked ? item.order.data() + begin : nullptr;
+      spans_.push_back({i, named, item.first_page + begin, end - begin, states++});
     }
   }
   if (spans_.empty()) return;
@@ -267,9 +270,15 @@ void Engine::attend_span(const LayerCall& call, const Batch& batch, const Span& 
     queries[g] = kernels_.prepare_query(query_row(call, item.token, item.head * group + g), layout.head_dim,
                                         prepared.data() + g * operand_bytes);
   float* target = state(span.state);
-  kernels_.attend({queries.data(), visible.data(), group, span.pages, span.page_begin, span.count,
-                   page_table(call, batch, item.request, item.head), layout.head_dim, geometry_.scale, target,
-                   target + group, target + 3 * group, item.progressive ? target + 2 * group : nullptr});
+  AttendArgs args{queries.data(), visible.data(), group, span.pages, span.page_begin, span.count,
+                  page_table(call, batch, item.request, item.head), layout.head_dim, geometry_.scale, target,
+                  target + group, target + 3 * group, item.progressive ? target + 2 * group : nullptr};
+  static thread_local std::vector<int32_t> hidden;
+  if (geometry_.sliding_window) {
+    hidden.assign(group, geometry_.first_seen(item.seq_len));
+    args.hidden = hidden.data();
+  }
+  kernels_.attend(args);
 }
 
 void Engine::finish_item(const LayerCall& call, Item& item, int index) {
@@ -347,9 +356,10 @@ void Engine::count_stats() {
     const Item& item = items_[i];
     const int candidates = item.candidate_end - item.candidate_begin;
     const int selected = item.ranked ? static_cast<int>(item.order.size()) : item.budget;
-    stats_.pages_total += item.pages;
+    const int pages = item.pages - item.first_page;
+    stats_.pages_total += pages;
     stats_.pages_candidate += candidates;
-    stats_.pages_read += item.pages - candidates + selected;
+    stats_.pages_read += pages - candidates + selected;
     stats_.pages_wasted += item.wasted;
     const bool streams = item.anchor && item.granularity == 0;
     const int scored = item.ranked && !streams ? candidates : 0;

@@ -154,21 +154,22 @@ void Engine::attend_exact(const LayerCall& call, const Batch& batch) {
     const int first_position = batch.seq_lens[r] - tokens;
     for (int t = 0; t < tokens; t += tokens_per_block) {
       const int count = std::min(tokens_per_block, tokens - t);
+      const int page_begin = geometry_.first_seen(first_position + t + 1) / kPageTokens;
       const int page_end = (first_position + t + count + kPageTokens - 1) / kPageTokens;
       for (int head = 0; head < geometry_.kv_heads; ++head)
-        row_blocks_.push_back({r, head, begin + t, count, first_position + t, page_end, 0, 1});
+        row_blocks_.push_back({r, head, begin + t, count, first_position + t, page_begin, page_end, 0, 1});
     }
   }
   if (row_blocks_.empty()) return;
   // Longest first, so that the last task to finish is a short one.
   std::sort(row_blocks_.begin(), row_blocks_.end(),
-            [](const RowBlock& a, const RowBlock& b) { return a.page_end * a.tokens > b.page_end * b.tokens; });
+            [](const RowBlock& a, const RowBlock& b) { return a.pages() * a.tokens > b.pages() * b.tokens; });
 
   int states = 0;
   if (pool_.size() > 1 && static_cast<int>(row_blocks_.size()) < 4 * pool_.size()) {
     const int wanted = (4 * pool_.size() + static_cast<int>(row_blocks_.size()) - 1) / static_cast<int>(row_blocks_.size());
     for (RowBlock& block : row_blocks_) {
-      block.splits = std::clamp(block.page_end / kMinExactSplitPages, 1, wanted);
+      block.splits = std::clamp(block.pages() / kMinExactSplitPages, 1, wanted);
       block.first_state = states;
       if (block.splits > 1) states += block.splits;
     }
@@ -204,10 +205,12 @@ void Engine::run_row_block(const LayerCall& call, const Batch& batch, const RowB
   if (split >= 0) {
     static thread_local std::vector<const void*> queries;
     static thread_local std::vector<int32_t> visible;
+    static thread_local std::vector<int32_t> hidden;
     static thread_local std::vector<char> prepared;
     const int64_t operand_bytes = kernels_.query_bytes(layout.head_dim);
     queries.resize(rows);
     visible.resize(rows);
+    hidden.resize(rows);
     prepared.resize(rows * operand_bytes);
     for (int t = 0; t < block.tokens; ++t) {
       for (int g = 0; g < group; ++g) {
@@ -215,13 +218,16 @@ void Engine::run_row_block(const LayerCall& call, const Batch& batch, const RowB
         queries[row] = kernels_.prepare_query(query_row(call, block.first_token + t, block.head * group + g),
                                               layout.head_dim, prepared.data() + row * operand_bytes);
         visible[row] = block.first_position + t + 1;
+        hidden[row] = geometry_.first_seen(visible[row]);
       }
     }
-    const int begin = static_cast<int>(int64_t{block.page_end} * split / block.splits);
-    const int end = static_cast<int>(int64_t{block.page_end} * (split + 1) / block.splits);
-    kernels_.attend({queries.data(), visible.data(), rows, nullptr, begin, end - begin,
-                     page_table(call, batch, block.request, block.head), layout.head_dim, geometry_.scale, target,
-                     target + rows, target + 3 * rows, nullptr});
+    const int begin = block.page_begin + static_cast<int>(int64_t{block.pages()} * split / block.splits);
+    const int end = block.page_begin + static_cast<int>(int64_t{block.pages()} * (split + 1) / block.splits);
+    AttendArgs args{queries.data(), visible.data(), rows, nullptr, begin, end - begin,
+                    page_table(call, batch, block.request, block.head), layout.head_dim, geometry_.scale, target,
+                    target + rows, target + 3 * rows, nullptr};
+    if (geometry_.sliding_window) args.hidden = hidden.data();
+    kernels_.attend(args);
     if (block.splits > 1) return;
   } else {
     for (int s = 1; s < block.splits; ++s) merge_state(target, target + s * state_size, rows);

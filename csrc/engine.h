@@ -31,7 +31,10 @@ struct Geometry {
   int q_heads;
   int kv_heads;
   float scale;
+  int sliding_window = 0;  // the latest tokens that a row sees, its own included; 0: all of them
   int group() const { return q_heads / kv_heads; }
+  // Of a row at the end of so many tokens the first that it sees.
+  int first_seen(int tokens) const { return sliding_window ? std::max(0, tokens - sliding_window) : 0; }
 };
 
 // The requests of one step. Request r owns query tokens [query_start[r], query_start[r + 1]), the last of its
@@ -199,16 +202,19 @@ class Engine {
     int first_token;  // in the batch
     int tokens;
     int first_position;
+    int page_begin;
     int page_end;
     int first_state;
     int splits;
+    int pages() const { return page_end - page_begin; }
   };
   struct Item {  // decode row of one request, one KV head
     int request;
     int head;
     int token;
     int seq_len;
-    int pages;
+    int first_page;  // that is read, if the row has a sliding window
+    int pages;       // up to here
     int candidate_begin;
     int candidate_end;
     bool ranked;

@@ -28,6 +28,7 @@ struct AttendArgs {
   // token_scores + r * stride, page after page in reading order. Without `out` nothing but them is computed.
   float* token_scores = nullptr;
   int64_t token_scores_stride = 0;
+  const int32_t* hidden = nullptr;  // [rows] the row does not see tokens [0, hidden) either; null: none is hidden
 };
 
 inline constexpr int kScoreChunkPages = 128;  // whose key codes are scored before the logarithms are taken

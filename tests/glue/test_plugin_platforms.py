@@ -219,7 +219,7 @@ def test_a_narrower_cache_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) ->
 
 LAYER_REFUSALS = {
     "use_mla": True, "use_sparse": True, "has_sink": True, "use_mm_prefix": True, "use_per_head_quant_scales": True,
-    "has_sliding_window": True, "use_non_causal": True, "use_batch_invariant": True, "use_rswa": True,
+    "use_non_causal": True, "use_batch_invariant": True, "use_rswa": True,
     "attn_type": "encoder", "head_size": 20, "dtype": torch.float64, "kv_cache_dtype": "fp8",
 }  # fmt: skip
 
@@ -259,7 +259,6 @@ def model_of(**changes: Any) -> Any:
         ({"is_encoder_decoder": True}, "model=some/model: encoder-decoder models"),
         ({"is_hybrid": True}, "model=some/model: models that mix attention with state-space layers"),
         ({"dtype": torch.float64}, "dtype=torch.float64: must be bfloat16"),
-        ({"get_sliding_window": lambda: 4096}, "sliding_window=4096: .*--disable-sliding-window"),
         ({"get_head_size": lambda: 40}, "head_size=40: must be a multiple of 16"),
         ({"hf_text_config": SimpleNamespace(attn_logit_softcapping=50.0)}, "attn_logit_softcapping=50.0: soft-capped"),
         ({"hf_text_config": SimpleNamespace(attention_chunk_size=8192)}, "attention_chunk_size=8192: chunked local"),
@@ -274,6 +273,31 @@ def test_a_model_that_is_not_served_is_refused(
     platform.check_and_update_config(config_of(member(), model_config=model_of()))
     with pytest.raises(ConfigError, match=said):
         platform.check_and_update_config(config_of(member(), model_config=model_of(**changes)))
+
+
+CONNECTED = SimpleNamespace(kv_connector="SharedStorageConnector", kv_connector_extra_config=None)
+
+
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"additional_config": {"hybrid_sparse": {"policy": "hgca"}}}, "policy=hgca"),
+        ({"additional_config": {"hybrid_sparse": {"policy": "fluxion"}}}, "policy=fluxion"),
+        ({"additional_config": {"hybrid_sparse": {"device": "emulated"}}}, "device=emulated"),
+        ({"kv_transfer_config": CONNECTED}, "kv_connector=SharedStorageConnector"),
+    ],
+)
+def test_beside_a_sliding_window_some_settings_are_refused(
+    changes: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = platform_of(monkeypatch, on_cuda=False)
+    windowed = model_of(get_sliding_window=lambda: 4096)
+    for settings in ({}, {"policy": "dense"}, {"policy": "topk"}):
+        served = config_of(member(), model_config=windowed, additional_config={"hybrid_sparse": settings})
+        platform.check_and_update_config(served)
+    with pytest.raises(ConfigError, match=rf"sliding_window=4096: is not supported with {what}; --disable-sliding-w"):
+        platform.check_and_update_config(config_of(member(), model_config=windowed, **changes))
 
 
 @pytest.mark.usefixtures("no_loggers")

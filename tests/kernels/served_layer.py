@@ -29,6 +29,7 @@ class Shape:
     block_tokens: int = 32
     summary: str = "minmax"
     code_bits: int = 2
+    sliding_window: int = 0
     isa: str = "auto"
     num_threads: int = 1
     scale: float = 0.125
@@ -93,6 +94,7 @@ class ServedLayer:
             scale=shape.scale,
             summary=shape.summary,
             code_bits=shape.code_bits,
+            sliding_window=shape.sliding_window,
             isa=shape.isa,
             num_threads=shape.num_threads,
         )

@@ -20,6 +20,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -137,6 +139,23 @@ def _gemma2() -> Gemma2ForCausalLM:  # soft cap on the scores, alternating slidi
     )
 
 
+def _gemma3() -> Gemma3ForCausalLM:  # sliding windows in two of three layers, norms on q and k, head_dim 256
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **_shared(
+                hidden_size=256,
+                intermediate_size=512,
+                num_attention_heads=4,
+                num_key_value_heads=1,
+                head_dim=256,
+                sliding_window=150,
+                layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+                query_pre_attn_scalar=256,
+            )
+        )
+    )
+
+
 def _deepseek_v2() -> DeepseekV2ForCausalLM:  # multi-head latent attention
     return DeepseekV2ForCausalLM(
         DeepseekV2Config(
@@ -169,6 +188,8 @@ SERVED: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": lambda: _mistral(sliding_window=None),
     "opt": _opt,
     "gpt-neox": lambda: _gpt_neox(64),
+    "mistral-sliding": lambda: _mistral(sliding_window=200),
+    "gemma3": _gemma3,
 }
 SERVED_TOO: dict[str, Callable[[], PreTrainedModel]] = {  # head sizes and groups less common, for the slow run
     "llama-gqa3-dim64": lambda: _llama(9, 3, 64),
@@ -179,7 +200,6 @@ SERVED_TOO: dict[str, Callable[[], PreTrainedModel]] = {  # head sizes and group
 REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
     "bloom": _bloom,
     "gemma2": _gemma2,
-    "mistral-sliding": lambda: _mistral(sliding_window=512),
     "deepseek-v2": _deepseek_v2,
     "llama-dim20": lambda: _llama(4, 4, 20),
 }

@@ -53,6 +53,11 @@ class HybridSparseBackend(AttentionBackend):
         return head_size % 16 == 0 and 16 <= head_size <= MAX_HEAD_DIM
 
     @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Beside a device what has one is refused by `support.py`, which says what to do."""
+        return True
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """GPUs with bf16 and Triton's matrix instructions for it: Ampere and later. None has run it yet."""
         return bool(capability.major >= _LEAST_COMPUTE_CAPABILITY)

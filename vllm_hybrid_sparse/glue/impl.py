@@ -44,7 +44,6 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         vllm_config = get_current_vllm_config()
         for name, given, why in (
             ("alibi_slopes", alibi_slopes, "ALiBi position biases are not supported"),
-            ("sliding_window", sliding_window, "sliding-window attention is not supported"),
             ("logits_soft_cap", logits_soft_cap or None, "soft-capped attention logits are not supported"),
             ("sinks", extra.pop("sinks", None), "learned attention sinks are not supported"),
             *((name, given, "not supported") for name, given in extra.items() if name not in _WITHOUT_EFFECT),
@@ -76,8 +75,9 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             head_dim=head_size,
             block_tokens=vllm_config.cache_config.block_size,
             scale=self.scale,
+            sliding_window=sliding_window or 0,
         )
-        self._selection = self._runtime.selection
+        self._selection = self._runtime.everything if sliding_window else self._runtime.selection
         self._hgca = self._runtime.hgca_layer(self.attention)
         if self._runtime.settings.prediction is not None:
             self._runtime.use_model(model_shape(vllm_config))

@@ -35,11 +35,7 @@ def refuse_config(vllm_config: Any) -> None:
             _refuse(name, getattr(parallel, name), "context parallelism is not supported")
     if vllm_config.model_config is not None:
         _refuse_model(vllm_config.model_config)
-        if settings.prediction is not None:
-            _refuse_predictor(settings, vllm_config)
-        if settings.device != "none" and settings.device_pool_pages is not None:
-            layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
-            check_pool_pages(settings, settings.device_pool_pages, layers)
+        _refuse_with_model(settings, vllm_config)
     if settings.device == "cuda":
         _refuse_on_cuda(vllm_config)
     elif getattr(vllm_config, "use_v2_model_runner", False):
@@ -90,13 +86,6 @@ def _refuse_model(model: Any) -> None:
         _refuse("model", model.model, "models that mix attention with state-space layers are not supported")
     if model.dtype not in DTYPE_NAMES:
         _refuse("dtype", model.dtype, "must be bfloat16, float16 or float32")
-    if model.get_sliding_window() is not None:
-        _refuse(
-            "sliding_window",
-            model.get_sliding_window(),
-            "sliding-window attention is not supported; --disable-sliding-window serves the model in requests of up to "
-            "so many tokens, none of which a window cuts off",
-        )
     text = model.hf_text_config
     for name, why in (
         ("attn_logit_softcapping", "soft-capped attention logits are not supported"),
@@ -110,6 +99,32 @@ def _refuse_model(model: Any) -> None:
     head_dim = model.get_head_size()
     if not _head_dim_fits(head_dim):
         _refuse("head_size", head_dim, _HEAD_DIM_RULE)
+
+
+def _refuse_with_model(settings: HybridSparseConfig, vllm_config: Any) -> None:
+    """Settings that do not go with a model that is served with others."""
+    model = vllm_config.model_config
+    if (window := model.get_sliding_window()) is not None:
+        _refuse_beside_window(window, settings, vllm_config.kv_transfer_config)
+    if settings.prediction is not None:
+        _refuse_predictor(settings, vllm_config)
+    if settings.device != "none" and settings.device_pool_pages is not None:
+        check_pool_pages(settings, settings.device_pool_pages, model.get_num_layers(vllm_config.parallel_config))
+
+
+def _refuse_beside_window(window: int, settings: HybridSparseConfig, connector: Any) -> None:
+    """What is not served beside layers with a sliding window."""
+    for name, value, refused in (
+        ("policy", settings.policy, settings.salience is not None or settings.prediction is not None),
+        ("device", settings.device, settings.device != "none"),
+        ("kv_connector", getattr(connector, "kv_connector", None), connector is not None),
+    ):
+        if refused:
+            rule = (
+                f"is not supported with {name}={value}; --disable-sliding-window serves the model in requests of up to "
+                "so many tokens, none of which a window cuts off"
+            )
+            _refuse("sliding_window", window, rule)
 
 
 def _refuse_predictor(settings: HybridSparseConfig, vllm_config: Any) -> None:
@@ -146,7 +161,6 @@ def refuse_layer(selector: Any) -> None:
         ("has_sink", "learned attention sinks are not supported"),
         ("use_mm_prefix", "bidirectional attention over multimodal prefixes is not supported"),
         ("use_per_head_quant_scales", "a quantised KV cache is not supported"),
-        ("has_sliding_window", "sliding-window attention is not supported"),
         ("use_non_causal", "non-causal attention is not supported"),
         ("use_batch_invariant", "batch-invariant execution is not supported"),
         ("use_rswa", "reference sliding-window attention is not supported"),

@@ -21,7 +21,7 @@ from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus, num_u
 from vllm_hybrid_sparse.runtime.launch_graphs import CudaCapture
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
-from vllm_hybrid_sparse.values import CODE_BITS, SPLIT_HEAD_DIM
+from vllm_hybrid_sparse.values import CODE_BITS, SPLIT_HEAD_DIM, SelectionSpec
 
 if TYPE_CHECKING:
     from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
@@ -45,6 +45,7 @@ class HostRuntime:
         """
         self.settings = settings
         self.selection = native_selection(settings.selection, settings.retained)
+        self.everything = native_selection(SelectionSpec(), settings.retained)  # of layers with a sliding window
         threads = settings.num_threads or default_threads(settings.device, local_workers)
         if settings.num_threads > (cores := num_usable_cores()):
             logger.warning(
@@ -66,8 +67,8 @@ class HostRuntime:
         self.cuda_layers: CudaLayers | None = None  # likewise, of a CUDA device
         self._hgca_layers: list[_native.HgcaLayer] = []
         self._predictor: tuple[_native.HeadPredictor, float] | None = None  # and the error that it was made for
-        self._attention: dict[tuple[torch.dtype, int, int, int, int, float], NativeAttention] = {}
-        self._layers = 0
+        self._attention: dict[tuple[torch.dtype, int, int, int, int, float, int], NativeAttention] = {}
+        self._layers = self._windowed = 0  # attention layers, and those of them with a sliding window
 
     def attention(
         self,
@@ -78,10 +79,12 @@ class HostRuntime:
         head_dim: int,
         block_tokens: int,
         scale: float,
+        sliding_window: int = 0,
     ) -> NativeAttention:
-        """The kernel for one more layer of this shape."""
+        """The kernel for one more layer of this shape; one with a sliding window keeps no summaries."""
         self._layers += 1
-        shape = (dtype, num_q_heads, num_kv_heads, head_dim, block_tokens, scale)
+        self._windowed += sliding_window > 0
+        shape = (dtype, num_q_heads, num_kv_heads, head_dim, block_tokens, scale, sliding_window)
         if shape not in self._attention:
             self._attention[shape] = NativeAttention(
                 dtype=dtype,
@@ -90,7 +93,8 @@ class HostRuntime:
                 head_dim=head_dim,
                 block_tokens=block_tokens,
                 scale=scale,
-                summary=self._summary(head_dim),
+                summary="none" if sliding_window else self._summary(head_dim),
+                sliding_window=sliding_window,
                 code_bits=self.settings.page_code_bits,
                 isa=self.settings.isa,
                 pool=self.pool,
@@ -207,7 +211,10 @@ class HostRuntime:
 
     def describe(self) -> str:
         """Settings in effect and what they became on this machine."""
-        return f"{self.settings.describe()}; running on {self.isa} with {self.pool.size} {self.helpers} threads"
+        text = f"{self.settings.describe()}; running on {self.isa} with {self.pool.size} {self.helpers} threads"
+        if self._windowed:
+            text += f"; {self._windowed} of {self._layers} layers have a sliding window, which they read whole"
+        return text
 
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""

@@ -182,10 +182,16 @@ class NativeAttention:
         scale: float,
         summary: str = "minmax",
         code_bits: int = 2,
+        sliding_window: int = 0,
         isa: str = "auto",
         num_threads: int = 1,
         pool: _native.ThreadPool | None = None,
     ) -> None:
+        """Layers that need no words here.
+
+        sliding_window   tokens that a row attends to, its own included, and all of them, whatever the selection says;
+                         0: no window
+        """
         if dtype not in DTYPE_NAMES:
             raise KernelError(f"dtype={dtype}: must be bfloat16, float16 or float32")
         if num_kv_heads < 1 or num_q_heads % num_kv_heads:
@@ -205,6 +211,8 @@ class NativeAttention:
                 f"summary='split_codes': needs code_bits=2, not {code_bits}, and a head_dim that is a multiple of "
                 f"{SPLIT_HEAD_DIM}, not {head_dim}"
             )
+        if sliding_window < 0:
+            raise KernelError(f"sliding_window={sliding_window}: must be 0 or more")
         names = supported_isas()
         if isa not in ("auto", *names):
             raise KernelError(f"isa={isa!r}: must be auto or one that this machine runs: {', '.join(names)}")
@@ -213,6 +221,7 @@ class NativeAttention:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
+        self.sliding_window = sliding_window
         self.pool = pool or make_thread_pool(num_threads)
         self.layout = _native.Layout(
             getattr(_native.DType, DTYPE_NAMES[dtype]),
@@ -222,7 +231,7 @@ class NativeAttention:
             code_bits,
         )
         self.summary = summary
-        self.engine = _native.Engine(self.layout, num_q_heads, num_kv_heads, scale, isa, self.pool)
+        self.engine = _native.Engine(self.layout, num_q_heads, num_kv_heads, scale, sliding_window, isa, self.pool)
         self.isa: str = self.engine.isa
         self._block_bytes = num_kv_heads * self.layout.head_block_bytes
 
@@ -251,6 +260,8 @@ class NativeAttention:
         """
         if isinstance(selection, SelectionSpec):
             selection = native_selection(selection, retained or RetainedSet())
+        if self.sliding_window and (selection.ranked or hgca is not None or fluxion is not None):
+            raise KernelError(f"sliding_window={self.sliding_window}: needs a selection of everything")
         if selection.ranked and self.summary == "none":
             raise KernelError("summary=none: must be one that pages can be ranked by")
         if selection.ranked and self.summary == "split_codes":

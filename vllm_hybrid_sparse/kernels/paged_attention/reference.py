@@ -70,17 +70,21 @@ def paged_attention(
     return BatchResult(out, groups)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int = 0) -> Tensor:
     """Attend with the latest tokens of one request to every token up to their own.
 
-    query        [rows, q_heads, head_dim]       row i is token seq_len - rows + i
-    key, value   [seq_len, kv_heads, head_dim]   q_heads is a multiple of kv_heads
-    returns      [rows, q_heads, head_dim]       f64
+    query            [rows, q_heads, head_dim]       row i is token seq_len - rows + i
+    key, value       [seq_len, kv_heads, head_dim]   q_heads is a multiple of kv_heads
+    sliding_window   so many tokens alone, the row's own the last; 0: all
+    returns          [rows, q_heads, head_dim]       f64
     """
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.double().repeat_interleave(group, dim=1) for tensor in (key, value))
     scores = scale * torch.einsum("rhd,thd->hrt", query.double(), key)
     rows, tokens = query.shape[0], key.shape[0]
-    future = torch.ones(rows, tokens, dtype=torch.bool).triu(diagonal=tokens - rows + 1)
-    weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
+    everything, own = torch.ones(rows, tokens, dtype=torch.bool), tokens - rows
+    unseen = everything.triu(diagonal=own + 1)
+    if sliding_window:
+        unseen |= everything.tril(diagonal=own - sliding_window)
+    weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
     return torch.einsum("hrt,thd->rhd", weights, value)

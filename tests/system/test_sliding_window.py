@@ -1,0 +1,63 @@
+"""Models some of whose layers have a sliding window: stock vLLM's answers, whatever else happens to the blocks.
+
+vLLM keeps such layers' blocks in groups of their own, and takes those back that no later token will see. The engines
+run one after another in a child process.
+"""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.system.completions import differences
+from tests.system.engine_jobs import answers_of, run_jobs
+from tests.system.tiny_models import make_tiny_model
+
+ANSWER_TOKENS = 40  # pages and blocks leave the windows meanwhile
+SHARED_TOKENS = 512
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dense": {"policy": "dense"},
+    "progressive": {"policy": "progressive", "threshold": 1.0},
+    "topk": {"policy": "topk", "topk_ratio": 1.0, "summary": "minmax"},
+}
+
+
+def shared_prompts() -> list[list[int]]:
+    """Random byte tokens: prompts with a beginning in common, of whole and of broken pages, each twice."""
+    rng = random.Random(0)
+    beginning = [rng.randrange(256) for _ in range(SHARED_TOKENS)]
+    prompts = [beginning + [rng.randrange(256) for _ in range(length)] for length in (1, 16, 17, 100, 256, 257, 700)]
+    return [[5, 6, 7], *prompts, *(list(prompt) for prompt in prompts)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Stock vLLM, one request at a time, and ours in a crowd, in chunks, from the prefix cache, short of memory."""
+    folder = tmp_path_factory.mktemp("windows")
+    shared: dict[str, Any] = {
+        "model": str(make_tiny_model("gemma3", folder)),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1536,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    alone = {"max_num_batched_tokens": 1536, "max_num_seqs": 1, "enable_prefix_caching": False}
+    crowd = {"max_num_batched_tokens": 200, "max_num_seqs": 16, "enable_prefix_caching": True, "block_size": 16}
+    ours = {"attention_backend": "hybrid_sparse", "kv_cache_memory_bytes": 12 << 20}
+    task = {"prompts": shared_prompts(), "max_tokens": ANSWER_TOKENS, "margins": True}
+    jobs = [{"name": "stock", "engine_args": shared | alone, **task}]
+    for name, settings in SETTINGS.items():
+        engine_args = shared | crowd | ours | {"additional_config": {"hybrid_sparse": settings}}
+        jobs.append({"name": name, "engine_args": engine_args, **task})
+    few = {"hybrid_sparse": {"policy": "topk", "topk_pages": 1, "sink_tokens": 0, "window_tokens": 16}}
+    jobs.append({"name": "few", "engine_args": shared | crowd | ours | {"additional_config": few}, **task})
+    return run_jobs(jobs, folder / "engines.log")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_answers_are_stock_s(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert not differences(answers_of(results["stock"]), answers_of(results[name]))
+
+
+def test_layers_without_a_window_are_read_in_part(results: dict[str, dict[str, Any]]) -> None:
+    assert differences(answers_of(results["stock"]), answers_of(results["few"]))
