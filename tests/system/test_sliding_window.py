@@ -18,7 +18,6 @@ SHARED_TOKENS = 512
 SETTINGS: dict[str, dict[str, Any]] = {
     "dense": {"policy": "dense"},
     "progressive": {"policy": "progressive", "threshold": 1.0},
-    "topk": {"policy": "topk", "topk_ratio": 1.0, "summary": "minmax"},
 }
 
 
