@@ -261,11 +261,16 @@ def test_long_contexts_are_warmed_up_behind_vllms_own(served: Served, monkeypatc
     test_requests_are_served_from_what_the_scheduler_and_the_runner_say(served)
 
 
+class TritonError(Exception):
+    """Stands for Triton's."""
+
+
 def test_a_warm_up_that_fails_is_left_to_the_first_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's errors are of a class of their own."""
     said: list[str] = []
 
     def fail() -> None:
-        raise RuntimeError("PTXAS error")
+        raise TritonError("PTXAS error")
 
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _worker: "times")
     monkeypatch.setattr(served.runtime.cuda_layers, "warm_up", fail)

@@ -87,6 +87,20 @@ def test_a_step_without_decoding_reports_nothing(steps: Steps) -> None:
     assert EMPTY_MODEL_RUNNER_OUTPUT.ec_connector_output is None
 
 
+def test_what_is_known_later_goes_with_the_next_report(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's numbers may come in a step that computes prompts alone."""
+    late = DecodeStats(pages_read=7, read_bytes=70)
+    did = TierStats(pages_wanted=7)
+    monkeypatch.setattr(steps.worker._runtime, "take_tier_stats", lambda: did)
+    assert steps.step(late) is None
+    assert steps.step(late) is None
+    report = steps.step(STEP)
+    assert report is not None
+    assert report.decode == STEP + late + late
+    assert report.tiers == did + did + did
+    assert [report and report.decode for report in [steps.step(STEP)]] == [STEP]
+
+
 def test_what_is_no_final_output_is_passed_on(steps: Steps) -> None:
     intermediate = SimpleNamespace()
     steps.stats, steps.output = STEP, intermediate

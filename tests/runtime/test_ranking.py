@@ -317,15 +317,35 @@ def test_a_step_in_inference_mode() -> None:
         decode(model, *requests)
 
 
-def test_a_step_without_decode_rows_turns_the_directory_over_all_the_same() -> None:
+def test_the_directory_is_turned_over_behind_ranked_rows_alone() -> None:
+    """Whatever the step behind them computes; without any since, nothing can have arrived."""
     with model_of("cuda", RANKED["dense"]) as model:
+        directory = ranking_of(model).directory
         (one,) = begin(model, 100)
         decode(model, one)
+        assert directory.step == 1
         late = model.start()
         for tokens in (20, 30):
             model.step([(late, tokens)], decode=False)
+            assert directory.step == 2
         decode(model, one, late)
-        assert ranking_of(model).directory.step == 5
+        assert directory.step == 2
+        check_slots(model)
+        decode(model, one, late)
+        assert directory.step == 3
+        check_slots(model)
+
+
+def test_resident_rows_turn_no_directory_over() -> None:
+    with model_of("cuda", frames_of(5, RANKED["topk-codes"]), layers=2) as model:
+        (one,) = begin(model, 60)
+        while not step_of_both_kinds(model, one)[0]:
+            pass
+        step_of_both_kinds(model, one)
+        step = ranking_of(model).directory.step
+        for _ in range(6):  # over the end of a page
+            assert step_of_both_kinds(model, one) == [True]
+        assert ranking_of(model).directory.step == step
 
 
 def test_without_the_memory_for_codes_and_places_the_host_ranks(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,6 +57,28 @@ def test_what_follows_is_as_without_it(policy: str, monkeypatch: pytest.MonkeyPa
             assert excuses == [[], []]
 
 
+def test_no_number_is_negative_behind_rows_that_vllm_has_warmed_up_with() -> None:
+    """Whose numbers were taken already."""
+    with model_of("codes", resident=0.0) as model:
+        tokens = 16 * 24
+        warm = model.start()
+        model.step([(warm, tokens)], decode=False)
+        for _ in range(2):
+            model.step([(warm, 1)])
+        assert model.tier.take_stats().pages_wanted > 0
+        assert model.tier.take_decode_stats().pages_read > 0
+        for layer, of_layer in zip(model.layers, warm, strict=True):
+            layer.finish(of_layer)
+        assert model.layers[0].on_cuda is not None
+        model.layers[0].on_cuda.warm_up()
+        model.settle()
+        request = model.start()
+        model.step([(request, 20)], decode=False)
+        model.step([(request, 1)])
+        stats, read = model.tier.take_stats(), model.tier.take_decode_stats()
+        assert stats.pages_wanted == read.pages_read == 2 * 2 * 2  # layers, KV heads, pages
+
+
 @pytest.mark.parametrize(("ranking", "resident"), [("host", 0.5), ("host", 0.0), ("device", 0.0)])
 def test_only_what_there_is_is_launched(ranking: str, resident: float) -> None:
     with model_of("codes", ranking=ranking, resident=resident, num_blocks=3) as model:

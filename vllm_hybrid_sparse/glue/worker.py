@@ -37,6 +37,7 @@ class HostStoreWorker(WorkerBase):
 
     _connected = False  # whether a KV connector is configured
     _ready = False  # whether there is a KV cache, and so something to report
+    _late: tuple[DecodeStats, TierStats | None] = (DecodeStats(), None)  # taken, and to be reported with the next step
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model; its layers share nothing with those of an engine that this process had before."""
@@ -100,8 +101,9 @@ class HostStoreWorker(WorkerBase):
         Every log_interval_s with decoding in it, lines in the log say the same of that time.
         """
         output = super().sample_tokens(grammar_output)
-        stats, tiers = self._runtime.take_stats(), self._runtime.take_tier_stats()
+        stats, tiers = self._take_stats()
         if not stats.rows:
+            self._late = stats, tiers
             return output
         now_s = time.monotonic()
         if self._logs and self._interval.due(now_s):
@@ -112,6 +114,14 @@ class HostStoreWorker(WorkerBase):
         if isinstance(output, AsyncModelRunnerOutput):
             return ReportedOutput(output, self._report(stats, tiers))
         return self._report(stats, tiers).attach(output) if isinstance(output, ModelRunnerOutput) else output
+
+    def _take_stats(self) -> tuple[DecodeStats, TierStats | None]:
+        """What was read since the last report; what a device says only in a step without decode rows is not lost."""
+        stats, tiers = self._runtime.take_stats(), self._runtime.take_tier_stats()
+        (late_stats, late_tiers), self._late = self._late, (DecodeStats(), None)
+        if tiers is not None and late_tiers is not None:
+            tiers = tiers + late_tiers
+        return stats + late_stats, tiers
 
     def _loaded_blocks(self, scheduler_output: Any) -> torch.Tensor | None:
         """Cached blocks of the requests that begin or resume in this step: a KV connector may have loaded them.

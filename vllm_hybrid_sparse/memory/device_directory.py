@@ -104,7 +104,7 @@ class DeviceDirectory:
         if room is None:
             room = min(_MOST_ROOM, max(1, capacity // _ROOM_SHARE))
         self.state = PageDirectory.empty(layers * kv_heads * store_pages, capacity, room, device)
-        self.step = 0  # the one under way; 0: none has begun
+        self.step = 0  # the one under way, of those with look-ups; 0: none has begun
         self._heads = layers * kv_heads
         self._kv_heads = kv_heads
         self._store_pages = store_pages
@@ -115,17 +115,19 @@ class DeviceDirectory:
         self._is_aside = np.zeros(capacity, dtype=np.bool_)  # by slot
         self._has_looked = False  # whether pages may be arriving
 
-    def begin_step(self, written_pages: Sequence[int]) -> None:
+    def begin_step(self, written_pages: Sequence[int], *, arrived: bool = True) -> None:
         """Let what arrived in the last step be found, and have room for what arrives in this one.
 
         written_pages   of the host store, whose content the step changes in whichever layer and KV head: they are found
                         no more, and may be given slots again from this step on
+        arrived         whether anything was looked up since the last step began; if not, only that is done
         """
-        self.step += 1
         self._has_looked = False
-        hand = self._next_in_use(self._hand)
-        self._kernels.turn_over(self.state, step=self.step, hand=hand, window=self._window)
-        self._hand = (hand + self._window) % self.state.capacity
+        if arrived or self.step == 0:
+            self.step += 1
+            hand = self._next_in_use(self._hand)
+            self._kernels.turn_over(self.state, step=self.step, hand=hand, window=self._window)
+            self._hand = (hand + self._window) % self.state.capacity
         self._forget(written_pages)
 
     def _next_in_use(self, slot: int) -> int:

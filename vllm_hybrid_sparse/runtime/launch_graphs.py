@@ -9,6 +9,7 @@ lie in tensors whose places don't (`memory/step_tensors.py`), and numbers must b
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -83,7 +84,7 @@ class LaunchGraphs:
             return None
         try:
             graph = self._capture(launch)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, launched one by one it is raised again
             logger.warning("hybrid_sparse: launches cannot be captured in CUDA graphs (%s); they cost more now", error)
             self._capture = None
             return None
@@ -109,13 +110,16 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """See `Capture`. RuntimeError where something cannot be captured."""
+        """See `Capture`. Raises what the launches raise, and RuntimeError where something cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             # Other threads launch and wait beside this one, on streams of their own.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 launch()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # it says only that the capture is invalid now
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph

@@ -107,6 +107,7 @@ class DeviceRanking:
         self._written_blocks: list[int] = []  # since the last step began, other than by it
         self._tally = Tally(self._device)
         self._shown = ShownTally(self._tally)
+        self._looks = False  # whether rows of the last step were ranked, so that pages may have arrived
         self._last: list[_Read] = []  # of the layer that attended last, all parts
         self._last_layer = -1
 
@@ -114,6 +115,9 @@ class DeviceRanking:
         self, tables: Sequence[NDArray[np.int32]], seq_lens: Sequence[int], written_pages: Sequence[int]
     ) -> None:
         """Turn the directory over, before anything else that a step asks of it.
+
+        Where no row was ranked since, as where all are resident, only what is written is forgotten: that takes a GPU
+        next to nothing.
 
         tables          [rows][blocks]   of all decode rows of the step, maybe with more blocks behind
         seq_lens        [rows]           tokens of their requests, the new one included
@@ -128,7 +132,8 @@ class DeviceRanking:
             if length % PAGE_TOKENS == 1
         ]
         elsewhere, self._written_blocks = self._written_blocks, []
-        self.directory.begin_step([*written_pages, *begun, *self._pages_of(elsewhere)])
+        self.directory.begin_step([*written_pages, *begun, *self._pages_of(elsewhere)], arrived=self._looks)
+        self._looks = False
 
     def rows(
         self, tokens: Sequence[int], blocks: Sequence[NDArray[np.int32]], seq_lens: Sequence[int]
@@ -139,6 +144,8 @@ class DeviceRanking:
         blocks     [rows][blocks]   of the rows' requests, to the one that the new token lies in
         seq_lens   [rows]           tokens of the requests, the new one included
         """
+        parts = rows_at_once(seq_lens)
+        self._looks = self._looks or bool(parts)  # said here, since replayed graphs look nothing up by way of Python
         return tuple(
             self._part(
                 number,
@@ -146,7 +153,7 @@ class DeviceRanking:
                 [blocks[row] for row in part],
                 [seq_lens[row] for row in part],
             )
-            for number, part in enumerate(rows_at_once(seq_lens))
+            for number, part in enumerate(parts)
         )
 
     def _part(
@@ -293,9 +300,10 @@ class DeviceRanking:
         return pages
 
     def drop_numbers(self) -> None:
-        """Count nothing of what was read so far; nobody has asked for it yet."""
+        """Count nothing of what was read so far, whether it was taken or not."""
         self._tally.numbers.zero_()
         self._tally.kept.zero_()
+        self._shown.begin_anew()
 
     def take_numbers(self) -> dict[str, float]:
         """What was read since the last call, as far as it is known without waiting for the device."""
@@ -311,7 +319,18 @@ class ShownTally:
         self._numbers = host_empty(tuple(tally.numbers.shape), torch.int64, device)
         self._kept = host_empty((1,), torch.float64, device)
         self._arrived: Mark | None = None  # behind the copy that is under way
-        self._seen = self._taken = dict.fromkeys((*Tally.NUMBERS, "kept"), 0.0)
+        self._seen = self._taken = self._nothing()
+
+    @staticmethod
+    def _nothing() -> dict[str, float]:
+        return dict.fromkeys((*Tally.NUMBERS, "kept"), 0.0)
+
+    def begin_anew(self) -> None:
+        """Take the tally, which has been cleared, for one of which nothing was taken. Waits for what is under way."""
+        if self._arrived is not None:
+            self._arrived.wait()
+            self._arrived = None
+        self._seen = self._taken = self._nothing()
 
     def take(self) -> dict[str, float]:
         """Differences to the last call's, as far as they are known; what is missing is asked for."""

@@ -6,7 +6,7 @@ vLLM warms up with requests of a few tokens: no page of theirs is filled, none i
 import numpy as np
 import torch
 
-from vllm_hybrid_sparse.kernels.copy.gpu import TokenFrames, store_tokens
+from vllm_hybrid_sparse.kernels.copy.gpu import TokenFrames, load_pages, store_pages, store_tokens
 from vllm_hybrid_sparse.kernels.frame_attention.gpu import attend_frames
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
 from vllm_hybrid_sparse.memory.host_pages import HostPages
@@ -20,7 +20,7 @@ _CANDIDATES = 64  # pages, of the context that is made up
 
 @torch.inference_mode()
 def warm_up(tier: DeviceTier, attention: NativeAttention, source: HostPages) -> None:
-    """Launch what ranked and resident rows launch, for one row of a context that nobody has.
+    """Launch what filled pages, ranked and resident rows launch, for one row of a context that nobody has.
 
     What the blocks of the host store hold is read, and nothing of it is kept; no request may have begun.
 
@@ -29,6 +29,9 @@ def warm_up(tier: DeviceTier, attention: NativeAttention, source: HostPages) -> 
     query = torch.zeros(
         1, attention.num_q_heads, attention.head_dim, dtype=attention.dtype, device=tier.pool.key.device
     )
+    no_page = torch.full((1,), -1, dtype=torch.int64, device=query.device)
+    for move in (load_pages, store_pages):
+        move(source.elements, no_page, no_page.to(torch.int32), tier.pool.key, tier.pool.value)
     if tier.ranking is not None:
         _warm_up_ranked(tier, tier.ranking, source, query, attention.scale)
     if tier.residency is not None:
@@ -46,11 +49,13 @@ def _warm_up_ranked(
     table = np.arange(blocks, dtype=np.int32)
     lengths = [min(tokens, blocks * of_block)]
     ranking.begin_step([table], lengths, [])
-    ranking.encode_blocks(0, table[:1].tolist())
-    for rows in ranking.rows([0], [table], lengths):
-        ranking.attend(0, query, rows, torch.empty_like(query), scale)
-    ranking.drop_numbers()
-    tier.forget_blocks(table.tolist())
+    try:
+        ranking.encode_blocks(0, table[:1].tolist())
+        for rows in ranking.rows([0], [table], lengths):
+            ranking.attend(0, query, rows, torch.empty_like(query), scale)
+    finally:
+        ranking.drop_numbers()
+        tier.forget_blocks(table.tolist())
 
 
 def _warm_up_resident(residency: Residency, source: HostPages, query: torch.Tensor, attention: NativeAttention) -> None:

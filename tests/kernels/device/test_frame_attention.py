@@ -13,6 +13,7 @@ from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.frame_attention import gpu
 from vllm_hybrid_sparse.kernels.frame_attention.gpu import attend_frames
 from vllm_hybrid_sparse.kernels.frame_attention.reference import attend_frames as attend_reference
+from vllm_hybrid_sparse.kernels.merge import gpu as merge_gpu
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SCALE = 0.2
@@ -175,8 +176,9 @@ def test_more_splits_than_a_merge_takes_at_a_time(
 ) -> None:
     """With the largest scores in the last splits or the first."""
     splits_into(64, monkeypatch)
+    monkeypatch.setattr(merge_gpu, "_TILE_ELEMENTS", 16 * 16)
     contexts = make_contexts([64 * 36, 64 * 16 + 1], head_dim=16, frame_tokens=128)
-    assert gpu._split(contexts.longest, 2) == (36, 64)
+    assert gpu._splits(contexts.longest, 2) == 36
     for block, frame in enumerate(contexts.frames[0, :18].tolist()):
         contexts.k_frames[frame] *= growth**block
     check(contexts, 2, device)
@@ -188,6 +190,23 @@ def test_rows_of_very_different_lengths(
 ) -> None:
     splits_into(64, monkeypatch)
     check(make_contexts([1, 700, 64, 65, 17, 320], dtype, frame_tokens=32), 3, device)
+
+
+def test_each_row_is_split_by_its_own_length(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of the splits of a shorter one has no share in them."""
+    contexts = make_contexts([5000, 1100, 130], head_dim=16, frame_tokens=128)
+    query = torch.randn(3, 2, 16)
+    states = []
+    merge = gpu.merge_splits
+
+    def watch(out: torch.Tensor, lse: torch.Tensor, output: torch.Tensor) -> None:
+        states.append(lse.isfinite().sum(dim=2).tolist())
+        merge(out, lse, output)
+
+    monkeypatch.setattr(gpu, "merge_splits", watch)
+    splits_into(128, monkeypatch, programs=24)
+    assert_close(attend(contexts, query, device), expected_of(contexts, query))
+    assert states == [[[8, 8], [6, 6], [2, 2]]]  # of 640, 192 and 128 tokens
 
 
 def test_states_of_splits_behind_a_row_are_not_looked_at(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,10 +236,9 @@ def test_splits_are_as_many_as_there_are_programs_for(device: torch.device, monk
         assert launched.pop() == (2, 2, splits), tokens
     for longest in (1, 63, 300, 5000, 131072, 10**6):
         for groups in (1, 8, 100, 5000):
-            splits, split_tokens = gpu._split(longest, groups)
-            assert (splits - 1) * split_tokens < longest <= splits * split_tokens
-            assert split_tokens % 64 == 0
-            assert splits == 1 or split_tokens >= 256
+            splits = gpu._splits(longest, groups)
+            assert splits == 1 or longest >= 256 * splits
+            assert splits == 1 or (splits - 1) * groups < 1024
 
 
 def test_memory_behind_the_ends_does_not_matter(device: torch.device) -> None:

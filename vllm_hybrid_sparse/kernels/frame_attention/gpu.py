@@ -81,7 +81,7 @@ def attend_frames(
     if not 1 <= longest <= room:
         raise KernelError(f"longest={longest}: must be 1 to {room}, the tokens of {frames.shape[1]} blocks")
 
-    splits, split_tokens = _split(longest, rows * kv_heads)
+    splits = _splits(longest, rows * kv_heads)
     out = torch.empty(rows, q_heads, splits, head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(rows, q_heads, splits, dtype=torch.float32, device=device)
     _attend_frames_kernel[(rows, kv_heads, splits)](
@@ -96,7 +96,6 @@ def attend_frames(
         k_frames.stride(0),
         v_frames.stride(0),
         frames.stride(0),
-        split_tokens,
         scale,
         group=group,
         frame_tokens=frame_tokens,
@@ -104,19 +103,17 @@ def attend_frames(
         block_group=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
         block_dim=triton.next_power_of_2(head_dim),
         tile=_TILE_TOKENS,
+        least_tokens=_MIN_SPLIT_TOKENS,
     )
     merge_splits(out, lse, output)
 
 
-def _split(longest: int, groups: int) -> tuple[int, int]:
-    """How many splits the longest context has, and the tokens of each but the last, a multiple of the tile.
+def _splits(longest: int, groups: int) -> int:
+    """How many splits the longest context has. Each row's is cut into as many, as far as they do not become too short.
 
     groups   rows times KV heads: the programs that there are without a split
     """
-    most = max(1, longest // _MIN_SPLIT_TOKENS)
-    wanted = min(most, -(-_PROGRAMS // groups))
-    tokens = -(-longest // (wanted * _TILE_TOKENS)) * _TILE_TOKENS
-    return -(-longest // tokens), tokens
+    return min(max(1, longest // _MIN_SPLIT_TOKENS), -(-_PROGRAMS // groups))
 
 
 @triton.jit(do_not_specialize=["frames_row_stride"])  # which grows with contexts: not to be compiled anew
@@ -132,7 +129,6 @@ def _attend_frames_kernel(
     k_frame_stride,
     v_frame_stride,
     frames_row_stride,
-    split_tokens,
     scale,
     group: tl.constexpr,
     frame_tokens: tl.constexpr,
@@ -140,6 +136,7 @@ def _attend_frames_kernel(
     block_group: tl.constexpr,
     block_dim: tl.constexpr,
     tile: tl.constexpr,
+    least_tokens: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -151,8 +148,10 @@ def _attend_frames_kernel(
     is_head = heads < group
     q_heads = kv_head * group + heads
     states = (row * kv_heads * group + q_heads) * splits + split
+    length = tl.load(seq_lens + row)
+    split_tokens = tl.maximum(tl.cdiv(tl.cdiv(length, splits), tile) * tile, least_tokens)
     first = split * split_tokens
-    end = tl.minimum(tl.load(seq_lens + row), first + split_tokens)
+    end = tl.minimum(length, first + split_tokens)
     if first >= end:
         tl.store(lse + states, tl.full((block_group,), float("-inf"), tl.float32), mask=is_head)
         return

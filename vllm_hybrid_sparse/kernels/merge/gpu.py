@@ -11,8 +11,9 @@ from vllm_hybrid_sparse.kernels.arguments import KV_DTYPES, check_tensor
 _TILE_STATES = 4
 """States that a program merges. Not tuned on a GPU yet."""
 
-_TILE_SPLITS = 16
-"""Splits that a program merges at a time. Not tuned on a GPU yet."""
+_TILE_ELEMENTS = 8192
+"""Elements of splits that a program merges at a time: of 64 splits at head_dim 128, nearly always all. Not tuned on a
+GPU yet."""
 
 _MOST_LOG_RATIO = tl.constexpr(60.0)
 """Of weights, as far as it matters which is larger."""
@@ -83,7 +84,7 @@ def merge_splits(out: Tensor, lse: Tensor, output: Tensor, output_lse: Tensor | 
         splits,
         head_dim=head_dim,
         block_dim=triton.next_power_of_2(head_dim),
-        tile=_TILE_SPLITS,
+        tile=_TILE_ELEMENTS // triton.next_power_of_2(head_dim),
         keep_lse=output_lse is not None,
     )
 

@@ -11,8 +11,9 @@ from vllm_hybrid_sparse.kernels.summarize.gpu import check_summary
 _TILE_SUMMARIES = 32
 """Summaries that a program scores. Not tuned on a GPU yet."""
 
-_TILE_SCORES = 256
-"""Pages whose scores a program sums at a time. Not tuned on a GPU yet."""
+_TILE_SCORES = 2048
+_WARPS = 8
+"""Pages whose scores a program sums at a time, and its warps: as in kernels/reading/gpu.py."""
 
 _MIN_DOT_ROWS = 16
 
@@ -90,6 +91,7 @@ def group_scores(page_scores: Tensor, kv_heads: int, retained_lse: Tensor | None
             block_group=triton.next_power_of_2(group),
             tile=_TILE_SCORES,
             has_retained=retained_lse is not None,
+            num_warps=_WARPS,
         )
     return best
 
