@@ -212,12 +212,13 @@ NB_MODULE(_native, m) {
       .def_prop_ro("isa", [](const Engine& self) { return std::string(self.isa().name); })
       .def("forward", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride,
                          uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride, uintptr_t out,
-                         int64_t out_stride, const Batch& batch, const Selection& selection, HgcaLayer* hgca,
-                         FluxionLayer* fluxion) {
+                         int64_t out_stride, uintptr_t sinks, const Batch& batch, const Selection& selection,
+                         HgcaLayer* hgca, FluxionLayer* fluxion) {
         self.forward({at<char>(kv), block_stride, at<char>(query), query_stride, at<char>(key), key_stride,
-                      at<char>(value), value_stride, at<char>(out), out_stride}, batch, selection, hgca, fluxion);
+                      at<char>(value), value_stride, at<char>(out), out_stride, at<float>(sinks)}, batch, selection, hgca,
+                     fluxion);
       }, "kv"_a, "block_stride"_a, "query"_a, "query_stride"_a, "key"_a, "key_stride"_a, "value"_a, "value_stride"_a,
-           "out"_a, "out_stride"_a, "batch"_a, "selection"_a, "hgca"_a.none(), "fluxion"_a.none(),
+           "out"_a, "out_stride"_a, "sinks"_a, "batch"_a, "selection"_a, "hgca"_a.none(), "fluxion"_a.none(),
            nb::call_guard<nb::gil_scoped_release>())
       .def("summarize", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t blocks, int count) {
         self.summarize(at<char>(kv), block_stride, at<int32_t>(blocks), count);

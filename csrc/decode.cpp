@@ -129,10 +129,9 @@ void Engine::score_and_attend_retained(const LayerCall& call, const Batch& batch
   }
   reserve_states(2 * item_count_);
   pool_.for_each(static_cast<int>(spans_.size()), [&](int s) {
-    if (s < scoring)
-      score_span(call, batch, spans_[s]);
-    else
-      attend_span(call, batch, spans_[s]);
+    if (s < scoring) return score_span(call, batch, spans_[s]);
+    attend_span(call, batch, spans_[s]);
+    add_sinks(call, state(spans_[s].state), geometry_.group(), items_[spans_[s].item].head);
   });
 }
 
@@ -288,6 +287,8 @@ void Engine::finish_item(const LayerCall& call, Item& item, int index) {
   if (item.ranked) {
     if (attributed_ > 0.0f) attribute_unread(item, state(index), read);
     merge_state(read, state(index), group);
+  } else {
+    add_sinks(call, read, group, item.head);
   }
   store_rows(call, read, item.token, item.head);
 }

@@ -232,6 +232,7 @@ void Engine::run_row_block(const LayerCall& call, const Batch& batch, const RowB
   } else {
     for (int s = 1; s < block.splits; ++s) merge_state(target, target + s * state_size, rows);
   }
+  add_sinks(call, target, rows, block.head);
   for (int t = 0; t < block.tokens; ++t) {
     for (int g = 0; g < group; ++g) {
       const int row = t * group + g;
@@ -240,6 +241,22 @@ void Engine::run_row_block(const LayerCall& call, const Batch& batch, const RowB
       kernels_.store_row(call.out + element * element_bytes(layout.dtype), target + 3 * rows + int64_t{row} * layout.head_dim,
                          sum > 0.0f ? 1.0f / sum : 0.0f, layout.head_dim);
     }
+  }
+}
+
+// The learned sinks of a KV head's query heads: one more token of that score, which has no value.
+void Engine::add_sinks(const LayerCall& call, float* of_state, int rows, int head) const {
+  if (!call.sinks) return;
+  const int group = geometry_.group();
+  const int head_dim = geometry_.layout.head_dim;
+  for (int r = 0; r < rows; ++r) {
+    const float sink = call.sinks[head * group + r % group];
+    const float high = std::max(of_state[r], sink);
+    const float keep = std::exp(of_state[r] - high);
+    of_state[r] = high;
+    of_state[rows + r] = of_state[rows + r] * keep + std::exp(sink - high);
+    float* out = of_state + 3 * rows + int64_t{r} * head_dim;
+    for (int d = 0; d < head_dim; ++d) out[d] *= keep;
   }
 }
 

@@ -90,6 +90,7 @@ struct LayerCall {
   int64_t value_stride;
   char* out;
   int64_t out_stride;
+  const float* sinks = nullptr;  // [q_heads] scores of learned sinks; null: there are none
 };
 
 // Where the KV of one request in one layer lies.
@@ -345,6 +346,7 @@ class Engine {
   void attend_span(const LayerCall& call, const Batch& batch, const Span& span);
   void finish_item(const LayerCall& call, Item& item, int index);
   void store_rows(const LayerCall& call, const float* of_state, int token, int head);
+  void add_sinks(const LayerCall& call, float* of_state, int rows, int head) const;
   void attend_hgca(const LayerCall& call, const Batch& batch, HgcaLayer& layer);
   void collect_hgca_items(const Batch& batch, HgcaLayer& layer);
   void evict(const PageTable& table, const HgcaLayer& layer, HgcaHead& state, int seq_len);

@@ -395,7 +395,7 @@ class HybridSparseConfig:
             ("remainder", self.remainder, self.remainder in (None, "auto", "estimated"), "estimated"),
         ):
             if not needed:
-                return f"device_ranking device needs {name} {rule}, and it is {value}"
+                return f"needs {name} {rule}, and it is {value}"
         return ""
 
     def _unused_because(self, setting: Setting) -> str:

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.memory.heap import IdleTrimmer
 
@@ -11,6 +13,10 @@ def bare_worker(**attributes: Any) -> HybridSparseCPUWorker:
     """A worker that trims no heap, with attributes that its methods need."""
     worker = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
     worker._heap = IdleTrimmer(None)
+    no_request = np.zeros(0, dtype=np.bool_)
+    worker.model_runner = SimpleNamespace(
+        input_batch=SimpleNamespace(generators={}), discard_request_mask=SimpleNamespace(np=no_request)
+    )
     worker.parallel_config = SimpleNamespace(local_world_size=1, data_parallel_size_local=1)
     for name, value in attributes.items():
         setattr(worker, name, value)

@@ -3,8 +3,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -118,3 +120,31 @@ def test_a_slow_dtype_is_pointed_out(
     ).initialize_from_config(None)
 
     assert [("--dtype float32" in line) for line in lines] == [True] * said
+
+
+def test_a_prompt_that_is_not_whole_yet_draws_nothing_from_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM samples for every row, and turns back what it discards, which a CPU's generator cannot be."""
+    generators = {row: torch.Generator().manual_seed(row) for row in (0, 2, 3)}
+    batch = SimpleNamespace(generators=dict(generators))
+    discarded = np.array([True, True, False, True])
+    drawn: list[float] = []
+
+    def sample(_worker: Any, _grammar: Any) -> str:
+        for row in range(4):
+            generator = batch.generators.get(row)
+            drawn.append(torch.rand(1, generator=generator).item())
+            if discarded[row] and generator is not None:
+                generator.set_offset(generator.get_offset() - 4)
+        return "tokens"
+
+    monkeypatch.setattr(HostStoreWorker, "sample_tokens", sample)
+    runner = SimpleNamespace(input_batch=batch, discard_request_mask=SimpleNamespace(np=discarded))
+    worker = bare_worker(model_runner=runner)
+    assert worker.sample_tokens(None) == "tokens"
+    assert batch.generators == generators
+    assert drawn[2] == torch.rand(1, generator=torch.Generator().manual_seed(2)).item()
+    for row in (0, 3):
+        assert torch.equal(generators[row].get_state(), torch.Generator().manual_seed(row).get_state())
+    discarded[:] = False
+    worker.sample_tokens(None)
+    assert drawn[4] == torch.rand(1, generator=torch.Generator().manual_seed(0)).item()

@@ -218,7 +218,7 @@ def test_a_narrower_cache_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) ->
 
 
 LAYER_REFUSALS = {
-    "use_mla": True, "use_sparse": True, "has_sink": True, "use_mm_prefix": True, "use_per_head_quant_scales": True,
+    "use_mla": True, "use_sparse": True, "use_mm_prefix": True, "use_per_head_quant_scales": True,
     "use_non_causal": True, "use_batch_invariant": True, "use_rswa": True,
     "attn_type": "encoder", "head_size": 20, "dtype": torch.float64, "kv_cache_dtype": "fp8",
 }  # fmt: skip
@@ -298,6 +298,17 @@ def test_beside_a_sliding_window_some_settings_are_refused(
         platform.check_and_update_config(served)
     with pytest.raises(ConfigError, match=rf"sliding_window=4096: is not supported with {what}; --disable-sliding-w"):
         platform.check_and_update_config(config_of(member(), model_config=windowed, **changes))
+
+
+@pytest.mark.parametrize(("additional", "said"), [({"hybrid_sparse": {}}, 1), ({"other": {}}, 0), ({}, 0), (None, 0)])
+def test_settings_without_the_backend_are_warned_of(
+    additional: Any, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="vllm_hybrid_sparse"):
+        platform_of(monkeypatch, on_cuda=False).check_and_update_config(config_of(None, additional_config=additional))
+    lines = [record.getMessage() for record in caplog.records]
+    wanted = "additional_config.hybrid_sparse: without effect, since --attention-backend is not HYBRID_SPARSE"
+    assert [line.lower() for line in lines] == [wanted.lower()] * said
 
 
 @pytest.mark.usefixtures("no_loggers")

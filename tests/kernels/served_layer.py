@@ -127,11 +127,13 @@ class ServedLayer:
         sharpness: float = 1.0,
         key_offset: float = 0.0,
         tokens: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Step:
         """Append tokens, `rows` = (request, how many), and attend; single rows decode if `decode`.
 
         sharpness    factor of the queries: small for flat attention, large for peaks
         key_offset   added to the keys
+        sinks        [q_heads] f32  learned sinks, None: there are none
         tokens       [tokens, q_heads + 2 kv_heads, head_dim]  their queries, keys and values; by default random
         """
         selection, retained = selection or SelectionSpec(), retained or RetainedSet()
@@ -156,9 +158,8 @@ class ServedLayer:
         decode_mask = [decode and query_len == 1 for query_len in query_lens]
         output = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
         batch = self.batch(requests, query_lens, decode_mask, slots)
-        self.attention.forward(
-            query, key, value, self.kv_cache, batch, selection, retained, output, self.hgca, self.fluxion
-        )
+        given = (query, key, value, self.kv_cache, batch, selection, retained, output, self.hgca, self.fluxion)
+        self.attention.forward(*given, *(() if sinks is None else (sinks,)))
         return Step(requests, query_lens, decode_mask, query, output, selection, retained)
 
     def batch(

@@ -172,7 +172,7 @@ def test_metadata_of_another_release_are_refused(changes: dict[str, object], sai
     path = tmp_path / "later.safetensors"
     content = json.loads(ORIGIN.to_metadata()["hybrid_sparse_predictor"]) | changes
     save_file(made().state_dict(), path, {"hybrid_sparse_predictor": json.dumps(content)})
-    with pytest.raises(ConfigError, match=rf"^predictor=later.safetensors: .*{said}.*; make one with"):
+    with pytest.raises(ConfigError, match=rf"^hybrid_sparse.predictor=later.safetensors: .*{said}.*; make one with"):
         load_predictor(path, SHAPE, RetainedSet(), CODES)
 
 
@@ -181,7 +181,9 @@ def test_tensors_of_another_release_are_refused(tmp_path: Path) -> None:
     tensors = made().state_dict()
     name = next(iter(tensors))
     save_file(tensors | {name: torch.zeros(3)}, path, ORIGIN.to_metadata())
-    with pytest.raises(ConfigError, match=r"(?s)^predictor=later.safetensors: made by another release .*; make one"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)^hybrid_sparse.predictor=later.safetensors: made by another release .*; make one"
+    ):
         load_predictor(path, SHAPE, RetainedSet(), CODES)
 
 

@@ -1,5 +1,6 @@
 """SmolLM2 in fp32: what promises to be exact answers as stock vLLM does, token for token, whatever else happens."""
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.system.completions import (
     complete_while_aborting,
     difference,
     metric,
+    post,
 )
 from tests.system.conftest import ANSWER_TOKENS
 from tests.system.variants import DEFAULT_VARIANTS, SLOW_VARIANTS, START_TIMEOUT_S, Variant, server_env
@@ -80,6 +82,18 @@ def test_prefix_hits(server: Server, reference: References, shared_prompts: list
         assert_equal_answers(reference, shared_prompts, answers)
     least = sum(len(prompt) // 128 * 128 for prompt in shared_prompts[:2])  # tokens hit by the first two alone
     assert metric(server, "vllm:prefix_cache_hits_total") - hits >= least
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_chunks(server: Server, exact_prompts: list[list[int]]) -> None:
+    """A CPU's generator cannot be turned back: stock vLLM 0.32 ends at a seeded prompt of more than one chunk."""
+    prompt = max(exact_prompts, key=len)
+    payload = {"model": server.model, "prompt": prompt, "max_tokens": 8, "temperature": 1.0, "return_token_ids": True}
+    answers = []
+    for seed in (7, 8, 7):
+        status, body = post(server, payload | {"seed": seed, "cache_salt": str(len(answers))})
+        assert status == 200, body
+        answers.append(json.loads(body)["choices"][0]["token_ids"])
+    assert answers[0] == answers[2] != answers[1]
 
 
 def test_aborts_in_between(server: Server, reference: References, exact_prompts: list[list[int]]) -> None:

@@ -24,6 +24,8 @@ from transformers import (
     Gemma3TextConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -156,6 +158,25 @@ def _gemma3() -> Gemma3ForCausalLM:  # sliding windows in two of three layers, n
     )
 
 
+def _gpt_oss() -> GptOssForCausalLM:  # learned sinks, sliding windows in one of two layers, experts
+    return GptOssForCausalLM(
+        GptOssConfig(
+            **_shared(
+                hidden_size=256,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=8,
+                num_key_value_heads=2,
+                head_dim=64,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                sliding_window=150,
+                layer_types=["sliding_attention", "full_attention"],
+            )
+        )
+    )
+
+
 def _deepseek_v2() -> DeepseekV2ForCausalLM:  # multi-head latent attention
     return DeepseekV2ForCausalLM(
         DeepseekV2Config(
@@ -190,6 +211,7 @@ SERVED: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt-neox": lambda: _gpt_neox(64),
     "mistral-sliding": lambda: _mistral(sliding_window=200),
     "gemma3": _gemma3,
+    "gpt-oss": _gpt_oss,
 }
 SERVED_TOO: dict[str, Callable[[], PreTrainedModel]] = {  # head sizes and groups less common, for the slow run
     "llama-gqa3-dim64": lambda: _llama(9, 3, 64),
@@ -231,6 +253,8 @@ def scale_weights(model: PreTrainedModel, seed: int) -> None:
                 module.bias.normal_(std=0.1, generator=generator)
             if name.endswith(("q_proj", "k_proj", "query_key_value")):
                 module.weight.mul_(SCORE_DEVIATION**0.5)
+        elif isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
+            sinks.copy_(torch.linspace(-3.0, 9.0, len(sinks)))  # from next to nothing to most of the weight
         elif name.endswith(("q_norm", "k_norm")):  # Qwen3 normalises after the projection: scale there
             module.weight.fill_(SCORE_DEVIATION**0.5)
 

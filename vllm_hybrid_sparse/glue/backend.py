@@ -58,6 +58,11 @@ class HybridSparseBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        """Likewise, of learned sinks."""
+        return True
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """GPUs with bf16 and Triton's matrix instructions for it: Ampere and later. None has run it yet."""
         return bool(capability.major >= _LEAST_COMPUTE_CAPABILITY)

@@ -1,6 +1,8 @@
 """vLLM's CPU worker over a host store."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,18 @@ def prepare_environment() -> None:
         os.environ[_INDUCTOR_CACHE] = str(Path(envs.VLLM_CACHE_ROOT, "torch_compile_cache", "inductor"))
 
 
+@contextmanager
+def without_seeds(model_runner: Any) -> Iterator[None]:
+    """Keep the generators of requests in the middle of their prompts away from vLLM's runner."""
+    batch = model_runner.input_batch
+    discarded = model_runner.discard_request_mask.np
+    kept = {row: batch.generators.pop(row) for row in list(batch.generators) if discarded[row]}
+    try:
+        yield
+    finally:
+        batch.generators.update(kept)
+
+
 class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
     """On a machine without a GPU vLLM's own KV memory is the host store, and every page is computed where it lies."""
 
@@ -62,6 +76,16 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
         """The forward pass of one step; when steps rest, what prompts left of the heap goes back to the system."""
         with self._heap.work():
             return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The end of a step, without the seeds of requests whose prompts it has not computed to their ends.
+
+        vLLM draws a token for them, too, throws it away, and turns the generator of a seeded one back, which a CPU's
+        cannot be: the engine would end. Without its generator there is nothing to turn back, and the first token that
+        counts is drawn as on a GPU.
+        """
+        with without_seeds(self.model_runner):
+            return super().sample_tokens(grammar_output)
 
     def shutdown(self) -> None:
         """End what the worker began."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
@@ -11,7 +12,7 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadata
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.glue.support import kv_dtype, model_shape
+from vllm_hybrid_sparse.glue.support import kv_dtype, model_shape, refuse_sinks
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.host import host_runtime
@@ -39,13 +40,13 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
         **extra: Any,
     ) -> None:
         vllm_config = get_current_vllm_config()
         for name, given, why in (
             ("alibi_slopes", alibi_slopes, "ALiBi position biases are not supported"),
             ("logits_soft_cap", logits_soft_cap or None, "soft-capped attention logits are not supported"),
-            ("sinks", extra.pop("sinks", None), "learned attention sinks are not supported"),
             *((name, given, "not supported") for name, given in extra.items() if name not in _WITHOUT_EFFECT),
         ):
             if given is not None:
@@ -61,6 +62,10 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
                 f"kv_sharing_target_layer_name={kv_sharing_target_layer_name}: layers that share a cache are not "
                 "supported on cuda (attention backend hybrid_sparse)"
             )
+        if sinks is not None:
+            refuse_sinks(self._runtime.settings)
+        self._loaded_sinks = sinks
+        self._sinks: Tensor | None = None  # the model's parameter, and its values once they are loaded
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -83,6 +88,11 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             self._runtime.use_model(model_shape(vllm_config))
         self._fluxion: _native.FluxionLayer | None = None  # made at the first call, which names the layer
         self._tiered: TieredLayer | None = None  # once the device tier is there
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:  # noqa: ARG002  (vLLM's signature)
+        """Take the learned sinks, where there are some."""
+        if self._loaded_sinks is not None:
+            self._sinks = self._loaded_sinks.detach().float().contiguous()
 
     def forward(
         self,
@@ -151,7 +161,17 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             self._tiered_layer().forward(query, key, value, kv_cache, batch, output, self._hgca, self._fluxion)
         else:
             self.attention.forward(
-                query, key, value, kv_cache, batch, self._selection, None, output, self._hgca, self._fluxion
+                query,
+                key,
+                value,
+                kv_cache,
+                batch,
+                self._selection,
+                None,
+                output,
+                self._hgca,
+                self._fluxion,
+                self._sinks,
             )
 
     def _tiered_layer(self) -> TieredLayer:

@@ -1,16 +1,20 @@
 """Entry point of the group `vllm.general_plugins`: vLLM calls `register` in each of its processes, maybe repeatedly."""
 
+import logging
 from typing import Any
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.log import log_as_vllm
-from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, is_selected, member
+from vllm_hybrid_sparse.glue.registration import BACKEND_NAME, BACKEND_PATH, is_selected, member
 from vllm_hybrid_sparse.glue.stat_logger_hook import hook_stat_loggers
+from vllm_hybrid_sparse.setting import SECTION
 
 CPU_WORKER_PATH = "vllm_hybrid_sparse.glue.cpu_worker.HybridSparseCPUWorker"
 CUDA_WORKER_PATH = "vllm_hybrid_sparse.glue.cuda_worker.HybridSparseCUDAWorker"
 
 _HOOKED = "_hybrid_sparse_hooked"
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -25,6 +29,14 @@ def register() -> None:
     if not platform.__dict__.get(_HOOKED, False):
         hook_platform(platform, on_cuda=current_platform.is_cuda())
         setattr(platform, _HOOKED, True)
+
+
+def warn_of_unused_settings(additional_config: Any) -> None:
+    """Say it where settings of ours are given, and the backend is not."""
+    if isinstance(additional_config, dict) and SECTION in additional_config:
+        logger.warning(
+            "additional_config.%s: without effect, since --attention-backend is not %s", SECTION, BACKEND_NAME
+        )
 
 
 def hook_platform(platform: Any, *, on_cuda: bool) -> None:
@@ -49,7 +61,9 @@ def hook_platform(platform: Any, *, on_cuda: bool) -> None:
                 "attention_config.backend_per_kind: hybrid_sparse serves all layers of a model or none: choose it by "
                 "--attention-backend"
             )
-        if is_selected(vllm_config.attention_config.backend):
+        if not is_selected(vllm_config.attention_config.backend):
+            warn_of_unused_settings(vllm_config.additional_config)
+        else:
             from vllm_hybrid_sparse.glue.settings import settings_of  # noqa: PLC0415
             from vllm_hybrid_sparse.glue.support import refuse_config  # noqa: PLC0415
 

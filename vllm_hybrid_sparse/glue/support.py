@@ -127,6 +127,16 @@ def _refuse_beside_window(window: int, settings: HybridSparseConfig, connector: 
             _refuse("sliding_window", window, rule)
 
 
+def refuse_sinks(settings: HybridSparseConfig) -> None:
+    """What is not served beside learned attention sinks (gpt-oss). Raises ConfigError."""
+    for name, value, refused in (
+        ("policy", settings.policy, settings.salience is not None or settings.prediction is not None),
+        ("device", settings.device, settings.device != "none"),
+    ):
+        if refused:
+            _refuse("has_sink", True, f"learned attention sinks are not supported with {name}={value}")
+
+
 def _refuse_predictor(settings: HybridSparseConfig, vllm_config: Any) -> None:
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         size = vllm_config.parallel_config.tensor_parallel_size
@@ -158,7 +168,6 @@ def refuse_layer(selector: Any) -> None:
     for name, why in (
         ("use_mla", "multi-head latent attention (MLA) is not supported"),
         ("use_sparse", "models with a trained sparse indexer are not supported"),
-        ("has_sink", "learned attention sinks are not supported"),
         ("use_mm_prefix", "bidirectional attention over multimodal prefixes is not supported"),
         ("use_per_head_quant_scales", "a quantised KV cache is not supported"),
         ("use_non_causal", "non-causal attention is not supported"),

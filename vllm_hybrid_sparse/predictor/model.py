@@ -71,17 +71,21 @@ class PredictorOrigin:
     def from_metadata(cls, metadata: dict[str, str], name: str) -> Self:
         """The inverse; raises ConfigError where the metadata are not a predictor's or its features are others."""
         if _METADATA not in metadata:
-            raise ConfigError(f"predictor={name}: must be a file that `hybrid-sparse calibrate` wrote")
+            raise ConfigError(f"hybrid_sparse.predictor={name}: must be a file that `hybrid-sparse calibrate` wrote")
         try:
             content: dict[str, Any] = json.loads(metadata[_METADATA])
             if (version := content.pop("feature_version")) != FEATURE_VERSION:
-                raise ConfigError(f"predictor={name}: feature_version={version}: must be {FEATURE_VERSION}; {_REMEDY}")
+                raise ConfigError(
+                    f"hybrid_sparse.predictor={name}: feature_version={version}: must be {FEATURE_VERSION}; {_REMEDY}"
+                )
             content["shape"], content["retained"] = ModelShape(**content["shape"]), RetainedSet(**content["retained"])
             # Files that do not say what ranks pages are of when bounds alone did.
             content["ranking"] = PageRanking(**content["ranking"]) if "ranking" in content else _BOUNDS
             return cls(**content)
         except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"predictor={name}: made by another release ({error!r}); {_REMEDY}") from error
+            raise ConfigError(
+                f"hybrid_sparse.predictor={name}: made by another release ({error!r}); {_REMEDY}"
+            ) from error
 
     def check(
         self, name: str, shape: ModelShape, retained: RetainedSet, ranking: PageRanking, tau: float | None = None
@@ -91,7 +95,9 @@ class PredictorOrigin:
         made_for = asdict(self.shape) | asdict(self.retained) | asdict(self.ranking) | {"tau": self.tau}
         for key, value in wanted.items():
             if made_for[key] != value:
-                raise ConfigError(f"predictor={name}: made for {key}={made_for[key]}, must be {value}; {_REMEDY}")
+                raise ConfigError(
+                    f"hybrid_sparse.predictor={name}: made for {key}={made_for[key]}, must be {value}; {_REMEDY}"
+                )
 
 
 _REMEDY: Final = "make one with `hybrid-sparse calibrate`"
@@ -165,13 +171,13 @@ def load_predictor(
              another model shape, retained set, ranking, error or version of the features
     """
     if not path.is_file():
-        raise ConfigError(f"predictor={path}: no such file; {_REMEDY}")
+        raise ConfigError(f"hybrid_sparse.predictor={path}: no such file; {_REMEDY}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except SafetensorError as error:
-        raise ConfigError(f"predictor={path}: must be a safetensors file ({error})") from error
+        raise ConfigError(f"hybrid_sparse.predictor={path}: must be a safetensors file ({error})") from error
     origin = PredictorOrigin.from_metadata(metadata, path.name)
     origin.check(path.name, shape, retained, ranking, tau)
     # Nothing is computed here: vLLM's first process comes by, and torch's threads would not outlive its fork.
@@ -180,5 +186,7 @@ def load_predictor(
     try:
         predictor.load_state_dict(tensors, assign=True)
     except RuntimeError as error:  # its lines say which tensors differ
-        raise ConfigError(f"predictor={path.name}: made by another release ({error}); {_REMEDY}") from error
+        raise ConfigError(
+            f"hybrid_sparse.predictor={path.name}: made by another release ({error}); {_REMEDY}"
+        ) from error
     return predictor.eval(), origin

@@ -247,6 +247,7 @@ class NativeAttention:
         output: Tensor,
         hgca: _native.HgcaLayer | None = None,
         fluxion: _native.FluxionLayer | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Append the batch's keys and values, summarise the pages they fill, attend, and write `output`.
 
@@ -257,6 +258,7 @@ class NativeAttention:
         selection       with `retained`, or a `native_selection` made once, with None
         hgca            from `hgca_layer`: what decode rows read beside its dense window, instead of the selection
         fluxion         from `kernels.fluxion.native.fluxion_layer`: likewise, beside the retained set
+        sinks           [q_heads] f32, learned sinks: scores of one token more, of no value, that every row sees
         """
         if isinstance(selection, SelectionSpec):
             selection = native_selection(selection, retained or RetainedSet())
@@ -272,6 +274,8 @@ class NativeAttention:
             raise KernelError(f"fluxion: needs summary key_codes or minmax, not {self.summary}, and no hgca beside it")
         if (hgca is not None or fluxion is not None) and not batch.native.has_slots:
             raise KernelError("slots=None: must be given where a layer keeps the state of requests")
+        if sinks is not None:
+            self._check_sinks(sinks, hgca is not None or fluxion is not None)
         tokens = batch.num_tokens
         self._check_rows("query", query, self.num_q_heads, tokens)
         self._check_rows("output", output, self.num_q_heads, tokens)
@@ -292,6 +296,7 @@ class NativeAttention:
             value_stride,
             output.data_ptr(),
             output.stride(0),
+            0 if sinks is None else sinks.data_ptr(),
             batch.native,
             selection,
             hgca,
@@ -331,6 +336,14 @@ class NativeAttention:
                 f"kv_cache: a row of {block_stride} bytes is too short for a block of {self._block_bytes}"
             )
         return block_stride
+
+    def _check_sinks(self, sinks: Tensor, with_state: bool) -> None:
+        if sinks.dtype != torch.float32 or sinks.shape != (self.num_q_heads,) or not sinks.is_contiguous():
+            raise KernelError(
+                f"sinks={tuple(sinks.shape)} {sinks.dtype}: must be contiguous [{self.num_q_heads}] of torch.float32"
+            )
+        if with_state:
+            raise KernelError("sinks: must be None beside hgca and fluxion")
 
     def _check_rows(self, name: str, tensor: Tensor, heads: int, tokens: int) -> None:
         shape = tensor.shape

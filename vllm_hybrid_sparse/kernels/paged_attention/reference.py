@@ -70,12 +70,15 @@ def paged_attention(
     return BatchResult(out, groups)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int = 0) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int = 0, sinks: Tensor | None = None
+) -> Tensor:
     """Attend with the latest tokens of one request to every token up to their own.
 
     query            [rows, q_heads, head_dim]       row i is token seq_len - rows + i
     key, value       [seq_len, kv_heads, head_dim]   q_heads is a multiple of kv_heads
     sliding_window   so many tokens alone, the row's own the last; 0: all
+    sinks            [q_heads]                       scores of one token more, which has no value; None: there is none
     returns          [rows, q_heads, head_dim]       f64
     """
     group = query.shape[1] // key.shape[1]
@@ -86,5 +89,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, sl
     unseen = everything.triu(diagonal=own + 1)
     if sliding_window:
         unseen |= everything.tril(diagonal=own - sliding_window)
-    weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(unseen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, rows, 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :tokens]
     return torch.einsum("hrt,thd->rhd", weights, value)
