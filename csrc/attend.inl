@@ -18,7 +18,7 @@ struct Chunk {
   int value_steps[kChunkPages];  // steps all of whose tokens some row sees; 0 for a filler page
   bool half_step[kChunkPages];   // one more step, of which only the first token is there: the rest is not ours to read
   int pages;
-  int whole_at;  // a row that sees so many tokens sees all of the chunk, which is full
+  int whole_at;  // a row that sees so many tokens sees all of the chunk, which is full, and none of it is hidden from any row
   int position;  // of its first page in reading order
 };
 
@@ -102,18 +102,31 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
     for (int j = 0; j < Columns; ++j) store(out + r * head_dim + first_dim + 16 * j, acc[r][j]);
 }
 
+// Takes tokens [0, hidden) out of a row's scores. Out of line: few chunks have any of them.
+template <class T>
+[[gnu::noinline]]
+static void hide_tokens(const Chunk<T>& chunk, int hidden, float* scores) {
+  for (int page = 0; page < chunk.pages; ++page)
+    for (int token = 0; token < kPageTokens && chunk.first_token[page] + token < hidden; ++token)
+      scores[page * kPageTokens + token] = -__builtin_inff();
+}
+
 // Scores of one row -> weights, with the row's running maximum and lightest page brought up to date. Returns the factor by
 // which the row's output and sum so far must shrink; `added` receives what the lanes add to the sum. A maximum that stands, as nearly
 // all do, costs one comparison.
 template <class T>
 [[gnu::always_inline]]
-static inline float softmax_row(const float* scores, const Chunk<T>& chunk, float scale, int visible, float* row_max,
-                                float* lightest_page, typename T::Op* weights, vf& added) {
+static inline float softmax_row(float* scores, const Chunk<T>& chunk, float scale, int visible, const int32_t* hidden,
+                                float* row_max, float* lightest_page, typename T::Op* weights, vf& added) {
   constexpr int kOpsPerPage = kPageTokens / T::pack;
   const float minus_infinity = -__builtin_inff();
   vf x[kChunkPages];
   for (int page = 0; page < kChunkPages; ++page) x[page] = load(scores + page * kPageTokens);
   if (visible < chunk.whole_at) {
+    if (hidden) {
+      hide_tokens(chunk, *hidden, scores);
+      for (int page = 0; page < kChunkPages; ++page) x[page] = load(scores + page * kPageTokens);
+    }
     for (int page = 0; page < kChunkPages; ++page) {
       const int seen = page < chunk.pages ? visible - chunk.first_token[page] : 0;
       if (seen < kPageTokens) x[page] = keep_first(x[page], seen > 0 ? seen : 0, minus_infinity);
@@ -171,19 +184,6 @@ static inline void keep_scores(const AttendArgs& args, const Chunk<T>& chunk, in
   }
 }
 
-// Takes the tokens before a row's sliding window out of its scores. Out of line, so that attention without one is as it was.
-template <class T>
-[[gnu::noinline]]
-static void hide_tokens(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int rows, float* scores) {
-  for (int r = 0; r < rows; ++r) {
-    for (int page = 0; page < chunk.pages; ++page) {
-      const int hidden = args.hidden[first_row + r] - chunk.first_token[page];
-      float* of_page = scores + r * kChunkTokens + page * kPageTokens;
-      for (int token = 0; token < hidden && token < kPageTokens; ++token) of_page[token] = -__builtin_inff();
-    }
-  }
-}
-
 // What the lanes of `rows` registers add to the rows' sums, of four rows together; three more registers are set to zero.
 [[gnu::always_inline]]
 static inline void add_to_sums(vf* added, int rows, const float* rescale, float* row_sum) {
@@ -215,13 +215,12 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
     keep_scores(args, chunk, first_row, Rows, scores);
     if (!args.out) return;
   }
-  if (args.hidden) hide_tokens(args, chunk, first_row, Rows, scores);
   vf added[Rows + 3];
   for (int r = 0; r < Rows; ++r) {
     const int row = first_row + r;
-    rescale[r] = softmax_row<T>(scores + r * kChunkTokens, chunk, args.scale, args.visible[row], args.row_max + row,
-                                args.page_lse_min ? args.page_lse_min + row : nullptr,
-                                weights + r * (kChunkTokens / T::pack), added[r]);
+    rescale[r] = softmax_row<T>(scores + r * kChunkTokens, chunk, args.scale, args.visible[row],
+                                args.hidden ? args.hidden + row : nullptr, args.row_max + row,
+                                args.page_lse_min ? args.page_lse_min + row : nullptr, weights + r * (kChunkTokens / T::pack), added[r]);
   }
   add_to_sums(added, Rows, rescale, args.row_sum + first_row);
   float* out = args.out + int64_t{first_row} * args.head_dim;
@@ -267,6 +266,8 @@ static inline void attend_chunks(const AttendArgs& args, int tile_rows, const At
   for (int64_t i = 0; i < int64_t{args.rows} * head_dim && !scores_only; i += 16) store(args.out + i, zero());
   int furthest = 0;
   for (int r = 0; r < args.rows; ++r) furthest = args.visible[r] > furthest ? args.visible[r] : furthest;
+  int hidden = 0;
+  for (int r = 0; args.hidden && r < args.rows; ++r) hidden = args.hidden[r] > hidden ? args.hidden[r] : hidden;
 
   const int64_t value_offset = args.table.page_bytes / 2;
   const int tiles = (args.rows + tile_rows - 1) / tile_rows;
@@ -287,6 +288,7 @@ static inline void attend_chunks(const AttendArgs& args, int tile_rows, const At
       chunk.values[i] = following[i] + value_offset;
       chunk.first_token[i] = i < chunk.pages ? number(begin + i) * kPageTokens : 0;
       if (chunk.first_token[i] + kPageTokens > chunk.whole_at) chunk.whole_at = chunk.first_token[i] + kPageTokens;
+      if (chunk.first_token[i] < hidden) chunk.whole_at = INT_MAX;
       const int seen = i < chunk.pages ? furthest - chunk.first_token[i] : 0;
       const int tokens = seen < 0 ? 0 : seen < kPageTokens ? seen : kPageTokens;
       chunk.value_steps[i] = tokens / T::pack;

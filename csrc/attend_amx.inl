@@ -103,13 +103,13 @@ static void attend_tile(const AttendArgs& args, const Chunk<Bf16Amx>& chunk, int
     keep_scores(args, chunk, first_row, rows, buffers.scores);
     if (!args.out) return;
   }
-  if (args.hidden) hide_tokens(args, chunk, first_row, rows, buffers.scores);
   if (first_row == 0) copy_last_values(chunk, head_dim, buffers.last_values);
   vf added[kTileRows + 3];
   float rescale[kTileRows];
   for (int r = 0; r < rows; ++r) {
     const int row = first_row + r;
-    rescale[r] = softmax_row<Bf16Amx>(buffers.scores + r * kChunkTokens, chunk, args.scale, args.visible[row], args.row_max + row,
+    rescale[r] = softmax_row<Bf16Amx>(buffers.scores + r * kChunkTokens, chunk, args.scale, args.visible[row],
+                                      args.hidden ? args.hidden + row : nullptr, args.row_max + row,
                                       args.page_lse_min ? args.page_lse_min + row : nullptr,
                                       reinterpret_cast<Bf16Amx::Op*>(buffers.weights + r * kChunkTokens), added[r]);
   }
