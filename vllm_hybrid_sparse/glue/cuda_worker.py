@@ -95,7 +95,7 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
             started = time.monotonic()
             try:
                 layers.warm_up()
-            except Exception as error:  # noqa: BLE001 - Triton's errors are no RuntimeErrors; whatever it is, requests can do without
+            except Exception as error:  # noqa: BLE001 - Triton's have no other base, and requests can do without
                 logger.warning("hybrid_sparse: kernels are compiled when they are first needed (%s)", error)
             else:
                 logger.info("hybrid_sparse: kernels for long contexts ready in %.1f s", time.monotonic() - started)

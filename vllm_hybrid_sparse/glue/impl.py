@@ -12,7 +12,7 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadata
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.glue.support import kv_dtype, model_shape, refuse_sinks
+from vllm_hybrid_sparse.glue.support import kv_dtype, model_shape, refuse_beside_window, refuse_sinks
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.host import host_runtime
@@ -62,10 +62,12 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
                 f"kv_sharing_target_layer_name={kv_sharing_target_layer_name}: layers that share a cache are not "
                 "supported on cuda (attention backend hybrid_sparse)"
             )
+        if sliding_window is not None:
+            refuse_beside_window(sliding_window, self._runtime.settings, vllm_config.kv_transfer_config)
         if sinks is not None:
             refuse_sinks(self._runtime.settings)
-        self._loaded_sinks = sinks
-        self._sinks: Tensor | None = None  # the model's parameter, and its values once they are loaded
+        self._sinks_parameter = sinks
+        self._sinks: Tensor | None = None  # its values, once they are loaded
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -91,8 +93,8 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:  # noqa: ARG002  (vLLM's signature)
         """Take the learned sinks, where there are some."""
-        if self._loaded_sinks is not None:
-            self._sinks = self._loaded_sinks.detach().float().contiguous()
+        if self._sinks_parameter is not None:
+            self._sinks = self._sinks_parameter.detach().float().contiguous()
 
     def forward(
         self,

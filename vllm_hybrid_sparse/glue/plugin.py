@@ -35,7 +35,7 @@ def warn_of_unused_settings(additional_config: Any) -> None:
     """Say it where settings of ours are given, and the backend is not."""
     if isinstance(additional_config, dict) and SECTION in additional_config:
         logger.warning(
-            "additional_config.%s: without effect, since --attention-backend is not %s", SECTION, BACKEND_NAME
+            "additional_config.%s: without effect, since --attention-backend is not %s", SECTION, BACKEND_NAME.lower()
         )
 
 

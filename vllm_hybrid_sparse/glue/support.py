@@ -105,15 +105,15 @@ def _refuse_with_model(settings: HybridSparseConfig, vllm_config: Any) -> None:
     """Settings that do not go with a model that is served with others."""
     model = vllm_config.model_config
     if (window := model.get_sliding_window()) is not None:
-        _refuse_beside_window(window, settings, vllm_config.kv_transfer_config)
+        refuse_beside_window(window, settings, vllm_config.kv_transfer_config)
     if settings.prediction is not None:
         _refuse_predictor(settings, vllm_config)
     if settings.device != "none" and settings.device_pool_pages is not None:
         check_pool_pages(settings, settings.device_pool_pages, model.get_num_layers(vllm_config.parallel_config))
 
 
-def _refuse_beside_window(window: int, settings: HybridSparseConfig, connector: Any) -> None:
-    """What is not served beside layers with a sliding window."""
+def refuse_beside_window(window: int, settings: HybridSparseConfig, connector: Any) -> None:
+    """What is not served beside layers with a sliding window. Raises ConfigError."""
     for name, value, refused in (
         ("policy", settings.policy, settings.salience is not None or settings.prediction is not None),
         ("device", settings.device, settings.device != "none"),

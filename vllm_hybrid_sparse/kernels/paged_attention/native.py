@@ -187,7 +187,7 @@ class NativeAttention:
         num_threads: int = 1,
         pool: _native.ThreadPool | None = None,
     ) -> None:
-        """Layers that need no words here.
+        """A kernel without a KV cache of its own; every argument is checked.
 
         sliding_window   tokens that a row attends to, its own included, and all of them, whatever the selection says;
                          0: no window
