@@ -306,11 +306,17 @@ PROSE = ("--prose", "50")
         ((*PROSE, "--rate", "1", "--retries", "-1"), "retries=-1: must be 0 or more"),
         ((*PROSE, "--rate", "1", "--warm-up", "0"), "warm-up=0: must be at least 1"),
         ((*PROSE, "--clients", "0"), "clients=0: must be at least 1"),
+        ((*PROSE, "--clients", "2", "--tries", "3"), "tries=3: used with --capacity only, which is not given"),
+        ((*PROSE, "--rate", "1", "--speed", "4"), "speed=4.0: used with --recorded-times only, which is not given"),
+        ((*PROSE, "--rate", "1", "--questions-per-document", "3"), "questions-per-document=3: used with --documents"),
         ((*PROSE, "--rate", "1", "--speed", "0"), "speed=0.0: must be above 0"),
         (("--prose", "0", "--rate", "1"), "prose=0: lengths and weights"),
         (("--trace", "missing.jsonl", "--rate", "1"), "trace=missing.jsonl: must be a readable file"),
         (("--documents", "missing.txt", "--rate", "1"), "documents=missing.txt: must be a readable file"),
-        ((*PROSE, "--rate", "1", "--questions", "missing.txt"), "questions=missing.txt: must be a readable file"),
+        (
+            ("--documents", __file__, "--rate", "1", "--questions", "missing.txt"),
+            "questions=missing.txt: must be a readable file",
+        ),
     ],
 )
 def test_a_bad_option_is_refused_before_any_server_is_asked(

@@ -23,6 +23,12 @@ DESCRIPTION = """Put load on an OpenAI-compatible server and report what its cli
 An API key in OPENAI_API_KEY goes to every server that is named. Ctrl-C ends the run and writes what was
 measured until then."""
 
+_USED_WITH = {
+    "capacity": ("first_rate", "step", "try_seconds", "tolerance", "tries", "iteration_ms"),
+    "recorded_times": ("speed",),
+    "documents": ("document_tokens", "questions", "questions_per_document"),
+}
+
 _MANY = "repeatable; requests of all sources are interleaved"
 
 
@@ -80,6 +86,7 @@ class BenchOptions:
             raise ConfigError(f"rounds={given.rounds}: must be 1 with capacity, which makes runs of its own")
         if given.iteration_ms is not None:
             psa_slos(given.iteration_ms / 1e3)  # refuses what is no time
+        _check_use(given)
         _check_outputs(given)
         addresses = (Address.parse("url", given.url), *(Address.parse("vs", text) for text in given.vs))
         names = [address.name for address in addresses]
@@ -130,6 +137,18 @@ class BenchOptions:
             keep_text=given.keep_text,
             arguments={name: value for name, value in vars(given).items() if name != "command"},
         )
+
+
+def _check_use(given: argparse.Namespace) -> None:
+    """Refuse what would have no effect, where it is not what it is by default."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    for option, names in _USED_WITH.items():
+        for name in names:
+            value = getattr(given, name)
+            if not getattr(given, option) and value != parser.get_default(name):
+                plain, needed = name.replace("_", "-"), option.replace("_", "-")
+                raise ConfigError(f"{plain}={value}: used with --{needed} only, which is not given")
 
 
 def report_files(out: Path) -> tuple[Path, Path]:
