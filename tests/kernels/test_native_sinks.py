@@ -29,9 +29,8 @@ def expected(layer: ServedLayer, step: Step, sinks: torch.Tensor) -> torch.Tenso
     )
 
 
-@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize(("window", "threads"), [(0, 3), (70, 1)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("threads", [1, 3])
 def test_prompts_and_rows_that_read_everything(isa: str, dtype: torch.dtype, window: int, threads: int) -> None:
     shape = Shape(dtype=dtype, isa=isa, num_q_heads=8, num_threads=threads, sliding_window=window, summary="none")
     layer = ServedLayer(shape, num_blocks=80)
