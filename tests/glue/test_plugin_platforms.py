@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm import platforms
 
+from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue import plugin, support
 from vllm_hybrid_sparse.glue.log import log_as_vllm
@@ -298,6 +299,17 @@ def test_beside_a_sliding_window_some_settings_are_refused(
         platform.check_and_update_config(served)
     with pytest.raises(ConfigError, match=rf"sliding_window=4096: is not supported with {what}; --disable-sliding-w"):
         platform.check_and_update_config(config_of(member(), model_config=windowed, **changes))
+
+
+@pytest.mark.parametrize("given", [{"policy": "hgca"}, {"policy": "fluxion"}, {"device": "emulated"}])
+def test_beside_learned_sinks_some_settings_are_refused(given: dict[str, str]) -> None:
+    for served in ({}, {"policy": "dense"}, {"policy": "topk"}):
+        support.refuse_sinks(HybridSparseConfig.from_mapping(served))
+    ((name, value),) = given.items()
+    with pytest.raises(
+        ConfigError, match=f"has_sink=True: learned attention sinks are not supported with {name}={value}"
+    ):
+        support.refuse_sinks(HybridSparseConfig.from_mapping(given))
 
 
 @pytest.mark.parametrize(("additional", "said"), [({"hybrid_sparse": {}}, 1), ({"other": {}}, 0), ({}, 0), (None, 0)])

@@ -16,8 +16,15 @@ from typing import Any
 
 from tests.system.completions import Answer
 
+# Engine arguments: requests side by side, in chunks, that find each other's prefixes.
+CROWD: dict[str, Any] = {"max_num_batched_tokens": 200, "max_num_seqs": 16, "enable_prefix_caching": True}
 MARK = "RESULT "  # what `engine_child` begins its result lines with
 MANY_ENGINES_S = 1800  # for a list of jobs, on a machine that has other work, too
+
+
+def alone(max_model_tokens: int) -> dict[str, Any]:
+    """Engine arguments: one request at a time, each prompt as a whole and from nowhere else."""
+    return {"max_num_batched_tokens": max_model_tokens, "max_num_seqs": 1, "enable_prefix_caching": False}
 
 
 def run_jobs(

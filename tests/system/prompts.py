@@ -1,5 +1,6 @@
 """Prompts for the exactness tests: token ids of plain prose, with lengths around every boundary that matters."""
 
+import random
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -10,6 +11,7 @@ from vllm_hybrid_sparse.cli.prose import prose
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65, 127, 128, 129, 240, 256, 257, 320, 321, 336, 400, 640, 900, 1400)
 # Of the prompt of 900 tokens, how much a later prompt shares: whole blocks of every size, and parts of them.
 SHARED_LENGTHS = (255, 256, 600, 775, 899)
+SHARED_BYTES = 512
 # So many that their prompts alone fill the KV cache of `variants.CAPACITY_TOKENS`, each about to need another block.
 CROWD, CROWD_TOKENS = 12, 240
 
@@ -32,6 +34,14 @@ def exactness_prompts(tokenizer: Tokenizer) -> list[list[int]]:
 def crowd_prompts(tokenizer: Tokenizer) -> list[list[int]]:
     """Return prompts that cannot all be answered at the same time."""
     return [_prose_ids(tokenizer, CROWD_TOKENS, seed=100 + index) for index in range(CROWD)]
+
+
+def shared_byte_prompts() -> list[list[int]]:
+    """Random byte tokens, for tiny models: prompts that begin alike, of whole and of broken pages, each twice."""
+    rng = random.Random(0)
+    beginning = [rng.randrange(256) for _ in range(SHARED_BYTES)]
+    prompts = [beginning + [rng.randrange(256) for _ in range(length)] for length in (1, 16, 17, 100, 256, 257, 700)]
+    return [[5, 6, 7], *prompts, *(list(prompt) for prompt in prompts)]
 
 
 def shared_prefix_prompts(tokenizer: Tokenizer) -> list[list[int]]:

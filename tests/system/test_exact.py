@@ -84,7 +84,9 @@ def test_prefix_hits(server: Server, reference: References, shared_prompts: list
     assert metric(server, "vllm:prefix_cache_hits_total") - hits >= least
 
 
-def test_a_seed_gives_the_same_tokens_whatever_the_chunks(server: Server, exact_prompts: list[list[int]]) -> None:
+def test_a_seeded_prompt_of_several_chunks_gives_the_same_tokens_again(
+    server: Server, exact_prompts: list[list[int]]
+) -> None:
     """A CPU's generator cannot be turned back: stock vLLM 0.32 ends at a seeded prompt of more than one chunk."""
     prompt = max(exact_prompts, key=len)
     payload = {"model": server.model, "prompt": prompt, "max_tokens": 8, "temperature": 1.0, "return_token_ids": True}

@@ -3,7 +3,6 @@
 The engines run one after another in a child process.
 """
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,16 @@ import pytest
 import torch
 
 from tests.system.completions import difference
-from tests.system.engine_jobs import answers_of, run_jobs
+from tests.system.engine_jobs import CROWD, alone, answers_of, run_jobs
+from tests.system.prompts import shared_byte_prompts
 from tests.system.tiny_models import make_tiny_model
 from vllm_hybrid_sparse.predictor.model import ModelShape, Predictor, PredictorOrigin
 from vllm_hybrid_sparse.values import PageRanking, RetainedSet
 
 ANSWER_TOKENS = 48  # pages leave the window meanwhile
-SHARED_TOKENS = 512
 WINDOW = {"sink_tokens": 16, "window_tokens": 64}
 CAPACITY_TOKENS = 1600  # little more than one longest request, so that concurrent requests preempt each other
 SHAPE = ModelShape(layers=3, query_heads=8, kv_heads=2, head_dim=128)  # of the tiny model
-
-
-def shared_prompts() -> list[list[int]]:
-    """Random byte tokens: prompts with a beginning in common, of whole and of broken pages, each twice."""
-    rng = random.Random(0)
-    beginning = [rng.randrange(256) for _ in range(SHARED_TOKENS)]
-    prompts = [beginning + [rng.randrange(256) for _ in range(length)] for length in (1, 16, 17, 100, 256, 257, 700)]
-    return [[5, 6, 7], *prompts, *(list(prompt) for prompt in prompts)]
 
 
 def write_predictor(path: Path, base_budget: float, shape: ModelShape = SHAPE) -> str:
@@ -72,42 +63,32 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "block_size": 16,
         "kv_cache_memory_bytes": 128 << 20,
     }
-    alone = {
-        "max_num_batched_tokens": 1536,
-        "max_num_seqs": 1,
-        "enable_prefix_caching": False,
-    }
-    crowd = {
-        "max_num_batched_tokens": 200,
-        "max_num_seqs": 16,
-        "enable_prefix_caching": True,
-    }
-    tight = crowd | {"kv_cache_memory_bytes": kv_bytes + kv_bytes // 16}
+    tight = CROWD | {"kv_cache_memory_bytes": kv_bytes + kv_bytes // 16}
     fluxion = WINDOW | {"policy": "fluxion", "dense_tokens": 0}
     jobs = [
         {
             "name": name,
             "engine_args": shared | changes | {"additional_config": {"hybrid_sparse": settings}},
-            "prompts": shared_prompts(),
+            "prompts": shared_byte_prompts(),
             "max_tokens": ANSWER_TOKENS,
             "margins": True,
         }
         for name, changes, settings in (
-            ("dense", alone, {"policy": "dense"}),
+            ("dense", alone(1536), {"policy": "dense"}),
             ("everything", tight, fluxion | {"predictor": everything}),
-            ("alone", alone, fluxion | {"predictor": little}),
-            ("crowd", crowd, fluxion | {"predictor": little}),
+            ("alone", alone(1536), fluxion | {"predictor": little}),
+            ("crowd", CROWD, fluxion | {"predictor": little}),
             # Sink, window and candidates through a pool of fewer slots than a layer's windows have pages.
             (
                 "device",
-                crowd,
+                CROWD,
                 fluxion | {"predictor": little, "device": "emulated", "device_pool_pages": 64, "host_share": "queue"},
             ),
-            ("short", alone, fluxion | {"predictor": little, "dense_tokens": 1536}),
-            ("shipped", alone, {"policy": "fluxion"}),
-            ("other-shape", alone, fluxion | {"predictor": other}),
-            ("other-window", alone, {"policy": "fluxion", "predictor": little}),
-            ("no-file", alone, fluxion | {"predictor": str(folder / "none.safetensors")}),
+            ("short", alone(1536), fluxion | {"predictor": little, "dense_tokens": 1536}),
+            ("shipped", alone(1536), {"policy": "fluxion"}),
+            ("other-shape", alone(1536), fluxion | {"predictor": other}),
+            ("other-window", alone(1536), {"policy": "fluxion", "predictor": little}),
+            ("no-file", alone(1536), fluxion | {"predictor": str(folder / "none.safetensors")}),
         )
     ]
     return run_jobs(jobs, folder / "engines.log")
@@ -116,7 +97,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 def wrong_answers(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return [
         f"prompt of {len(prompt)} tokens: {how}"
-        for prompt, left, right in zip(shared_prompts(), answers_of(expected), answers_of(found), strict=True)
+        for prompt, left, right in zip(shared_byte_prompts(), answers_of(expected), answers_of(found), strict=True)
         if (how := difference(left, right))
     ]
 

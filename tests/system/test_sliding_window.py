@@ -4,29 +4,20 @@ vLLM keeps such layers' blocks in groups of their own, and takes those back that
 run one after another in a child process.
 """
 
-import random
 from typing import Any
 
 import pytest
 
 from tests.system.completions import differences
-from tests.system.engine_jobs import answers_of, run_jobs
+from tests.system.engine_jobs import CROWD, alone, answers_of, run_jobs
+from tests.system.prompts import shared_byte_prompts
 from tests.system.tiny_models import make_tiny_model
 
 ANSWER_TOKENS = 40  # pages and blocks leave the windows meanwhile
-SHARED_TOKENS = 512
 SETTINGS: dict[str, dict[str, Any]] = {
     "dense": {"policy": "dense"},
     "progressive": {"policy": "progressive", "threshold": 1.0},
 }
-
-
-def shared_prompts() -> list[list[int]]:
-    """Random byte tokens: prompts with a beginning in common, of whole and of broken pages, each twice."""
-    rng = random.Random(0)
-    beginning = [rng.randrange(256) for _ in range(SHARED_TOKENS)]
-    prompts = [beginning + [rng.randrange(256) for _ in range(length)] for length in (1, 16, 17, 100, 256, 257, 700)]
-    return [[5, 6, 7], *prompts, *(list(prompt) for prompt in prompts)]
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +31,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "max_model_len": 1536,
         "kv_cache_memory_bytes": 64 << 20,
     }
-    alone = {"max_num_batched_tokens": 1536, "max_num_seqs": 1, "enable_prefix_caching": False}
-    crowd = {"max_num_batched_tokens": 200, "max_num_seqs": 16, "enable_prefix_caching": True, "block_size": 16}
-    ours = {"attention_backend": "hybrid_sparse", "kv_cache_memory_bytes": 12 << 20}
-    task = {"prompts": shared_prompts(), "max_tokens": ANSWER_TOKENS, "margins": True}
-    jobs = [{"name": "stock", "engine_args": shared | alone, **task}]
+    ours = {"attention_backend": "hybrid_sparse", "block_size": 16, "kv_cache_memory_bytes": 12 << 20}
+    task = {"prompts": shared_byte_prompts(), "max_tokens": ANSWER_TOKENS, "margins": True}
+    jobs = [{"name": "stock", "engine_args": shared | alone(1536), **task}]
     for name, settings in SETTINGS.items():
-        engine_args = shared | crowd | ours | {"additional_config": {"hybrid_sparse": settings}}
+        engine_args = shared | CROWD | ours | {"additional_config": {"hybrid_sparse": settings}}
         jobs.append({"name": name, "engine_args": engine_args, **task})
     few = {"hybrid_sparse": {"policy": "topk", "topk_pages": 1, "sink_tokens": 0, "window_tokens": 16}}
-    jobs.append({"name": "few", "engine_args": shared | crowd | ours | {"additional_config": few}, **task})
+    jobs.append({"name": "few", "engine_args": shared | CROWD | ours | {"additional_config": few}, **task})
     return run_jobs(jobs, folder / "engines.log")
 
 

@@ -114,27 +114,26 @@ def _refuse_with_model(settings: HybridSparseConfig, vllm_config: Any) -> None:
 
 def refuse_beside_window(window: int, settings: HybridSparseConfig, connector: Any) -> None:
     """What is not served beside layers with a sliding window. Raises ConfigError."""
-    for name, value, refused in (
-        ("policy", settings.policy, settings.salience is not None or settings.prediction is not None),
-        ("device", settings.device, settings.device != "none"),
-        ("kv_connector", getattr(connector, "kv_connector", None), connector is not None),
-    ):
-        if refused:
-            rule = (
-                f"is not supported with {name}={value}; --disable-sliding-window serves the model in requests of up to "
-                "so many tokens, none of which a window cuts off"
-            )
-            _refuse("sliding_window", window, rule)
+    connectors = [] if connector is None else [f"kv_connector={connector.kv_connector}"]
+    for other in (*_beyond_page_policies(settings), *connectors):
+        rule = (
+            f"is not supported with {other}; --disable-sliding-window serves the model in requests of up to so many "
+            "tokens, none of which a window cuts off"
+        )
+        _refuse("sliding_window", window, rule)
 
 
 def refuse_sinks(settings: HybridSparseConfig) -> None:
     """What is not served beside learned attention sinks (gpt-oss). Raises ConfigError."""
-    for name, value, refused in (
-        ("policy", settings.policy, settings.salience is not None or settings.prediction is not None),
-        ("device", settings.device, settings.device != "none"),
-    ):
-        if refused:
-            _refuse("has_sink", True, f"learned attention sinks are not supported with {name}={value}")
+    for other in _beyond_page_policies(settings):
+        _refuse("has_sink", True, f"learned attention sinks are not supported with {other}")
+
+
+def _beyond_page_policies(settings: HybridSparseConfig) -> list[str]:
+    """Settings that ask for more than a page policy on the host: a policy with state of requests, a device."""
+    keeps_state = settings.salience is not None or settings.prediction is not None
+    policies = [f"policy={settings.policy}"] if keeps_state else []
+    return [*policies, f"device={settings.device}"] if settings.device != "none" else policies
 
 
 def _refuse_predictor(settings: HybridSparseConfig, vllm_config: Any) -> None:
