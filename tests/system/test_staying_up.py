@@ -49,7 +49,7 @@ def exit_status(server: Server) -> int:
 async def stream(server: Server, tokens: int, begun: asyncio.Event) -> tuple[int, str]:
     """Stream one answer; return how many tokens came and why it ended (empty: it broke off).
 
-    A client with patience for SILENT_S: vLLM may leave a connection open whose engine it has ended.
+    Tokens, not chunks: vLLM sends what it has in one where its API server is late. A client with patience for SILENT_S: vLLM may leave a connection open whose engine it has ended.
     """
     payload = {
         "model": server.model,
@@ -58,6 +58,7 @@ async def stream(server: Server, tokens: int, begun: asyncio.Event) -> tuple[int
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        "return_token_ids": True,
     }
     came, reason = 0, ""
     try:
@@ -68,7 +69,7 @@ async def stream(server: Server, tokens: int, begun: asyncio.Event) -> tuple[int
             async for line in reply.content:
                 if line.startswith(b"data: {") and b'"choices"' in line:
                     (choice,) = json.loads(line[6:])["choices"]
-                    came, reason = came + 1, choice["finish_reason"] or reason
+                    came, reason = came + len(choice["token_ids"]), choice["finish_reason"] or reason
                     begun.set()
     except (aiohttp.ClientError, TimeoutError):
         pass
