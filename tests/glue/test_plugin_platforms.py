@@ -1,9 +1,12 @@
 """What the plugin has each of vLLM's platforms decide, where the backend is selected and where it is not."""
 
 import logging
+import os
+from collections.abc import Iterator
 from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,9 +19,17 @@ from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue import plugin, support
 from vllm_hybrid_sparse.glue.log import log_as_vllm
+from vllm_hybrid_sparse.glue.openmp import SPIN_COUNT, SPIN_COUNT_VARIABLE
 from vllm_hybrid_sparse.glue.plugin import CPU_WORKER_PATH, CUDA_WORKER_PATH, hook_platform
 from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, member
 from vllm_hybrid_sparse.glue.scheduler_choice import ASYNC_SCHEDULER_PATH, SCHEDULER_PATH
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """What a configuration sets for workers is not there for the next test."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture
@@ -103,6 +114,27 @@ def test_nothing_changes_where_another_backend_is_selected(on_cuda: bool, monkey
     assert config.parallel_config.worker_cls == "auto"
     assert config.scheduler_config.async_scheduling
     assert platform.get_attn_backend_cls(None, SimpleNamespace()) == "vllm's"
+
+
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize(
+    ("on_cuda", "ours", "given", "spins"),
+    [
+        (False, True, {}, SPIN_COUNT),
+        (False, True, {SPIN_COUNT_VARIABLE: "70"}, "70"),
+        (False, True, {"OMP_WAIT_POLICY": "active"}, None),
+        (False, False, {}, None),
+        (True, True, {}, None),
+    ],
+)
+def test_threads_of_workers_on_a_cpu_wait_shortly_unless_the_user_says_otherwise(
+    on_cuda: bool, ours: bool, given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (SPIN_COUNT_VARIABLE, "OMP_WAIT_POLICY"):
+        os.environ.pop(name, None)
+    os.environ.update(given)
+    platform_of(monkeypatch, on_cuda=on_cuda).check_and_update_config(config_of(member() if ours else None))
+    assert os.environ.get(SPIN_COUNT_VARIABLE) == spins
 
 
 @pytest.mark.usefixtures("no_loggers")

@@ -49,7 +49,8 @@ def exit_status(server: Server) -> int:
 async def stream(server: Server, tokens: int, begun: asyncio.Event) -> tuple[int, str]:
     """Stream one answer; return how many tokens came and why it ended (empty: it broke off).
 
-    Tokens, not chunks: vLLM sends what it has in one where its API server is late. A client with patience for SILENT_S: vLLM may leave a connection open whose engine it has ended.
+    Tokens, not chunks: vLLM sends what it has in one where its API server is late. A client with patience for SILENT_S:
+    vLLM may leave a connection open whose engine it has ended.
     """
     payload = {
         "model": server.model,
