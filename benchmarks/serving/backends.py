@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.kv_shape import read_shape
 from vllm_hybrid_sparse.cli.server import Server, core_list
-from vllm_hybrid_sparse.glue.openmp import SPIN_COUNT, SPIN_COUNT_VARIABLE
+from vllm_hybrid_sparse.glue.cpu_threads import SPIN_COUNT, SPIN_COUNT_VARIABLE
 
 START_TIMEOUT_S = 900  # the first start compiles
 DTYPES = {"bfloat16": 2, "float32": 4}  # bytes a number

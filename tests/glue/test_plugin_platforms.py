@@ -14,12 +14,13 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm import platforms
+from vllm.utils import cpu_resource_utils
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue import plugin, support
+from vllm_hybrid_sparse.glue.cpu_threads import RESERVED_VARIABLE, SPIN_COUNT, SPIN_COUNT_VARIABLE
 from vllm_hybrid_sparse.glue.log import log_as_vllm
-from vllm_hybrid_sparse.glue.openmp import SPIN_COUNT, SPIN_COUNT_VARIABLE
 from vllm_hybrid_sparse.glue.plugin import CPU_WORKER_PATH, CUDA_WORKER_PATH, hook_platform
 from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, member
 from vllm_hybrid_sparse.glue.scheduler_choice import ASYNC_SCHEDULER_PATH, SCHEDULER_PATH
@@ -63,7 +64,7 @@ def platform_of(monkeypatch: pytest.MonkeyPatch, *, on_cuda: bool) -> Any:
 def config_of(backend: Any, **changes: Any) -> Any:
     given: dict[str, Any] = {
         "attention_config": SimpleNamespace(backend=backend, backend_per_kind={}),
-        "parallel_config": SimpleNamespace(worker_cls="auto", enable_dbo=False),
+        "parallel_config": SimpleNamespace(worker_cls="auto", enable_dbo=False, world_size_across_dp=1),
         "scheduler_config": SimpleNamespace(async_scheduling=True, scheduler_cls=None),
         "additional_config": {},
         "cache_config": None,
@@ -135,6 +136,37 @@ def test_threads_of_workers_on_a_cpu_wait_shortly_unless_the_user_says_otherwise
     os.environ.update(given)
     platform_of(monkeypatch, on_cuda=on_cuda).check_and_update_config(config_of(member() if ours else None))
     assert os.environ.get(SPIN_COUNT_VARIABLE) == spins
+
+
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize(
+    ("cores", "workers", "given", "reserved"),
+    [
+        ([0, 1], 1, {}, "0"),
+        ([0, 0, 1, 1], 1, {}, "0"),
+        ([0, 0], 1, {}, None),
+        ([0, 1, 2], 1, {}, None),
+        ([0, 1], 2, {}, None),
+        ([0, 1], 1, {RESERVED_VARIABLE: "1"}, "1"),
+        ([0, 1], 1, {"VLLM_CPU_OMP_THREADS_BIND": "auto"}, "0"),
+        ([0, 1], 1, {"VLLM_CPU_OMP_THREADS_BIND": "0"}, None),
+    ],
+)
+def test_no_core_of_two_is_kept_from_a_lone_worker_unless_the_user_says_otherwise(
+    cores: list[int], workers: int, given: dict[str, str], reserved: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cores` has the physical core of each hardware thread."""
+    for name in (RESERVED_VARIABLE, "VLLM_CPU_OMP_THREADS_BIND"):
+        os.environ.pop(name, None)
+    os.environ.update(given)
+    cpus = [SimpleNamespace(id=number, physical_core=core, numa_node=0) for number, core in enumerate(cores)]
+    monkeypatch.setattr(cpu_resource_utils, "get_allowed_cpu_list", lambda: cpus)
+    config = config_of(
+        member(),
+        parallel_config=SimpleNamespace(worker_cls="auto", enable_dbo=False, world_size_across_dp=workers),
+    )
+    platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
+    assert os.environ.get(RESERVED_VARIABLE) == reserved
 
 
 @pytest.mark.usefixtures("no_loggers")

@@ -4,8 +4,8 @@ import logging
 from typing import Any
 
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.glue.cpu_threads import prepare_threads
 from vllm_hybrid_sparse.glue.log import log_as_vllm
-from vllm_hybrid_sparse.glue.openmp import shorten_openmp_waits
 from vllm_hybrid_sparse.glue.registration import BACKEND_NAME, BACKEND_PATH, is_selected, member
 from vllm_hybrid_sparse.glue.stat_logger_hook import hook_stat_loggers
 from vllm_hybrid_sparse.setting import SECTION
@@ -71,7 +71,7 @@ def hook_platform(platform: Any, *, on_cuda: bool) -> None:
             refuse_config(vllm_config)
             hook_stat_loggers()
             if not on_cuda:
-                shorten_openmp_waits()
+                prepare_threads(vllm_config.parallel_config)
             if vllm_config.parallel_config.worker_cls == "auto":
                 vllm_config.parallel_config.worker_cls = CUDA_WORKER_PATH if on_cuda else CPU_WORKER_PATH
             if on_cuda and settings_of(vllm_config).device_ranking != "device":

@@ -38,8 +38,8 @@ def helper_cpus(threads: int) -> list[int]:
 def default_threads(device: str, local_workers: int = 1) -> int:
     """Threads of the CPU kernel where the settings do not number them.
 
-    As many as torch has. By default vLLM leaves a core to the API server, and on a machine with two binds the worker
-    to the other: then a helper runs on the first, which is idle most of the time. Where more than one core is bound,
+    As many as torch has. By default vLLM binds a lone worker to one hardware thread of each core. Where that is a
+    single one of two, a helper runs on the other, which is idle most of the time. Where more than one is bound,
     OpenMP's own threads wait there for work, and helpers beside them would be in their way.
 
     Beside a GPU vLLM leaves torch one thread. There the kernel takes an equal part of the process's cores for each GPU
