@@ -44,7 +44,7 @@ def test_helpers_get_the_cores_that_vllm_bound_openmp_to_and_then_others(
 
 @pytest.fixture
 def one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM does by default on a machine with two cores."""
+    """What vLLM does by default on a core with two hardware threads."""
     allow({0, 1}, monkeypatch)
     monkeypatch.setenv("GOMP_CPU_AFFINITY", "0")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
