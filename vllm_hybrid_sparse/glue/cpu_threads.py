@@ -13,7 +13,7 @@ Longer than what lies between two parallel regions of a forward pass, and shorte
 """
 RESERVED_VARIABLE = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.hybrid_sparse")  # among those that vLLM logs from INFO on
 
 
 def prepare_threads(parallel_config: Any) -> None:
