@@ -19,11 +19,12 @@ from vllm.utils import cpu_resource_utils
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue import plugin, support
-from vllm_hybrid_sparse.glue.cpu_threads import RESERVED_VARIABLE, SPIN_COUNT, SPIN_COUNT_VARIABLE
+from vllm_hybrid_sparse.glue.cpu_threads import SPIN_COUNT, SPIN_COUNT_VARIABLE
 from vllm_hybrid_sparse.glue.log import log_as_vllm
 from vllm_hybrid_sparse.glue.plugin import CPU_WORKER_PATH, CUDA_WORKER_PATH, hook_platform
 from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, member
 from vllm_hybrid_sparse.glue.scheduler_choice import ASYNC_SCHEDULER_PATH, SCHEDULER_PATH
+from vllm_hybrid_sparse.runtime.cores import RESERVED_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -4,14 +4,15 @@ import logging
 import os
 from typing import Any
 
+from vllm_hybrid_sparse.runtime.cores import RESERVED_VARIABLE, vllm_chooses_cores
+
 SPIN_COUNT_VARIABLE = "GOMP_SPINCOUNT"
 SPIN_COUNT = "8000"
-"""Rounds that a thread of GNU's OpenMP looks for work before it sleeps: some 80 µs on a Zen 4, more where `pause` waits
-longer.
+"""Rounds that a thread of GNU's OpenMP looks for work before it sleeps: some 200 µs on a Zen 4, more where `pause`
+waits longer.
 
 Longer than what lies between two parallel regions of a forward pass, and shorter than what lies between two passes.
 """
-RESERVED_VARIABLE = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 
 logger = logging.getLogger("vllm.hybrid_sparse")  # among those that vLLM logs from INFO on
 
@@ -38,8 +39,7 @@ def _keep_no_core_of_two(parallel_config: Any) -> None:
 
     It would keep one for the API server and the engine, which need little of it: half of the machine.
     """
-    by_default = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") == "auto" and RESERVED_VARIABLE not in os.environ
-    if by_default and parallel_config.world_size_across_dp == 1 and _num_physical_cores() == 2:
+    if vllm_chooses_cores() and parallel_config.world_size_across_dp == 1 and _num_physical_cores() == 2:
         os.environ[RESERVED_VARIABLE] = "0"
         logger.info("hybrid_sparse: computes on both cores, vLLM would keep one (%s=1 keeps it)", RESERVED_VARIABLE)
 

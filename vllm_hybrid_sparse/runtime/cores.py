@@ -5,6 +5,14 @@ import re
 
 import torch
 
+RESERVED_VARIABLE = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+
+
+def vllm_chooses_cores() -> bool:
+    """Whether the user names neither the cores to compute on nor how many to keep for vLLM's other processes."""
+    named = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
+    return not (named or os.environ.get(RESERVED_VARIABLE))
+
 
 def bound_cores() -> list[int]:
     """The cores that vLLM bound OpenMP's threads to, the calling thread's first; empty where it bound none.
@@ -50,7 +58,5 @@ def default_threads(device: str, local_workers: int = 1) -> int:
     if device == "cuda":
         return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()) - 1)
     threads = torch.get_num_threads()
-    by_default = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") == "auto"
-    by_default &= not os.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU")
     lone = threads == len(bound_cores()) == local_workers == 1
-    return 2 if by_default and lone and len(other_cores()) == 1 else threads
+    return 2 if vllm_chooses_cores() and lone and len(other_cores()) == 1 else threads
