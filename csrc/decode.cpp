@@ -219,7 +219,7 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
   int64_t total = 0;
   for (int i = 0; i < item_count_; ++i) {
     const Item& item = items_[i];
-    if (!item.progressive) total += item.ranked ? item.budget : item.pages - item.first_page;
+    if (!item.progressive) total += item.ranked ? item.budget : item.seen_pages();
   }
   const int64_t parts = pool_.size() == 1 ? 1 : int64_t{kSpansPerThread} * pool_.size();
   const int span_pages =
@@ -230,7 +230,7 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
   for (int i = 0; i < item_count_; ++i) {
     Item& item = items_[i];
     if (item.progressive) continue;
-    const int pages = item.ranked ? item.budget : item.pages - item.first_page;
+    const int pages = item.ranked ? item.budget : item.seen_pages();
     item.first_state = states;
     item.states = std::max(pages - 1, 0) / span_pages + 1;
     item.pending = item.states;
@@ -357,7 +357,7 @@ void Engine::count_stats() {
     const Item& item = items_[i];
     const int candidates = item.candidate_end - item.candidate_begin;
     const int selected = item.ranked ? static_cast<int>(item.order.size()) : item.budget;
-    const int pages = item.pages - item.first_page;
+    const int pages = item.seen_pages();
     stats_.pages_total += pages;
     stats_.pages_candidate += candidates;
     stats_.pages_read += pages - candidates + selected;

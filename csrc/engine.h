@@ -244,6 +244,8 @@ class Engine {
     int first_row;                     // anchor: of head_features_ and what goes with them
     int granularity;                   // anchor: tokens of a logical block, 0 where all heads stream
     int fine_parts;                    // anchor: pages whose split codes were read whole
+
+    int seen_pages() const { return pages - first_page; }
   };
   struct Span {  // one task: of attention for one item, of scoring for all items of a request
     int item;    // scoring: the first

@@ -15,7 +15,7 @@
 namespace hybrid_sparse {
 namespace {
 
-// After a session an own helper waits this many pauses (about 20 us) for the next before it sleeps.
+// After a session an own helper waits this many pauses (some 50 us on a Zen 4) for the next before it sleeps.
 constexpr int kSpinsBeforeSleep = 2000;
 
 // Index part of `next_` between phases: above every count.
