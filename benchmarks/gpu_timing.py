@@ -50,7 +50,7 @@ from benchmarks.gpu_trace import busy, read_events
 from benchmarks.kv_shape import KVShape, read_shape
 from benchmarks.report import save
 from benchmarks.serving.backends import FILLING_CONNECTOR, stop_servers_when_terminated
-from vllm_hybrid_sparse.config import CUDA_RESIDENT_SHARE
+from vllm_hybrid_sparse.settings import CUDA_RESIDENT_SHARE
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 TIERED = {"device_resident_share": 0, "device_ranking": "host"}

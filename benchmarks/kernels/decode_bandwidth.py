@@ -19,9 +19,9 @@ import torch
 from benchmarks.kernels.decode_layers import Shape, check_step, make_arena, time_steps
 from benchmarks.report import markdown_table, save, spread
 from vllm_hybrid_sparse import _native
-from vllm_hybrid_sparse.config import SUMMARIES
 from vllm_hybrid_sparse.kernels.paged_attention.native import make_thread_pool
 from vllm_hybrid_sparse.memory.layout import TORCH_DTYPES
+from vllm_hybrid_sparse.settings import SUMMARIES
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 BAR = 0.70  # of the measured bandwidth, at sparse budgets

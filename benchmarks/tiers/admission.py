@@ -22,9 +22,10 @@ from tqdm import tqdm
 from benchmarks.report import markdown_table, save
 from benchmarks.tiers.pool_hit_rate import POLICIES
 from benchmarks.tiers.traces import Trace, model_and_tokens, pages_apart, read_pages, record_windows
-from vllm_hybrid_sparse.config import ADMISSIONS, HybridSparseConfig
+from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
 from vllm_hybrid_sparse.policy.admission import Admission
+from vllm_hybrid_sparse.settings import ADMISSIONS
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 EVICTIONS = ("cyclic", "lru")

@@ -26,8 +26,9 @@ from benchmarks.tiers.traces import (
     replay,
     replay_directory,
 )
-from vllm_hybrid_sparse.config import DEVICE_EVICTIONS, HybridSparseConfig
+from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.memory.device_pool import PoolShape
+from vllm_hybrid_sparse.settings import DEVICE_EVICTIONS
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 POLICIES: dict[str, dict[str, Any]] = {

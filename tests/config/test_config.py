@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hybrid_sparse.config import HybridSparseConfig, settings_table
+from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.settings import settings_table
 from vllm_hybrid_sparse.values import PageRanking, PredictionSpec, RetainedSet, SalienceSpec, SelectionSpec
 
 NAMES = [entry.name for entry in fields(HybridSparseConfig)]

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_hybrid_sparse.config import POLICIES
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.settings import settings_of, settings_on
+from vllm_hybrid_sparse.settings import POLICIES
 
 
 def test_a_cuda_platform_gets_cuda_and_no_other_does() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hybrid_sparse.config import ISAS
 from vllm_hybrid_sparse.kernels.paged_attention.native import supported_isas
+from vllm_hybrid_sparse.settings import ISAS
 
 GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1, 3, 4, 8
     "g1-d64-b16": (2, 2, 64, 16),

@@ -9,8 +9,8 @@ import torch
 from tests.kernels.served_layer import ServedLayer, Shape
 from tests.kernels.step_checks import check_step
 from tests.tolerances import assert_close
-from vllm_hybrid_sparse.config import ISAS
 from vllm_hybrid_sparse.kernels.paged_attention.native import supported_isas
+from vllm_hybrid_sparse.settings import ISAS
 from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)

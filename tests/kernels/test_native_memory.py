@@ -5,10 +5,10 @@ import torch
 
 from tests.kernels.served_layer import Request, ServedLayer, Shape
 from tests.kernels.step_checks import check_step
-from vllm_hybrid_sparse.config import SUMMARIES
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.paged_attention.native import supported_isas
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
+from vllm_hybrid_sparse.settings import SUMMARIES
 from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)

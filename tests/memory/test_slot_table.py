@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from tests.memory import slot_reference
 from tests.memory.pages import all_of, named, numbered, side_by_side, take_part
-from vllm_hybrid_sparse.config import DEVICE_EVICTIONS
 from vllm_hybrid_sparse.errors import CapacityError
 from vllm_hybrid_sparse.memory.page_keys import PageKey
 from vllm_hybrid_sparse.memory.slot_table import NO_SLOT, SlotTable, Taken
+from vllm_hybrid_sparse.settings import DEVICE_EVICTIONS
 
 
 def page(number: int) -> PageKey:

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 from tests.kernels.served_layer import Request, ServedLayer, Shape, Step
-from vllm_hybrid_sparse.config import PAGE_POLICIES, HybridSparseConfig
+from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.kernels.page_directory.reference import check_integrity
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
@@ -19,6 +19,7 @@ from vllm_hybrid_sparse.runtime.residency import Divide, StepResidency
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
+from vllm_hybrid_sparse.settings import PAGE_POLICIES
 from vllm_hybrid_sparse.values import GroupKey
 
 

@@ -7,12 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_hybrid_sparse.config import DEVICE_EVICTIONS
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.page_keys import LAYER_SHIFT
 from vllm_hybrid_sparse.memory.queues import Mark
 from vllm_hybrid_sparse.memory.slot_table import NO_SLOT, SlotTable, Taken
+from vllm_hybrid_sparse.settings import DEVICE_EVICTIONS
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
