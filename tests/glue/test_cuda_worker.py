@@ -136,9 +136,9 @@ def test_vllm_counts_blocks_by_host_memory_and_the_pool_gets_what_profiling_leav
     monkeypatch.setattr(Worker, "determine_available_memory", profile)
     monkeypatch.setattr(cuda_worker, "available_bytes", lambda: 40 * GIB)
     monkeypatch.setattr(cuda_worker, "settings_of", lambda _config: runtime.settings)
-    kernel = kernel_of(runtime)
+    impl = SimpleNamespace(num_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_DIM, stored_dtype=torch.float32)
     worker = bare_worker()
-    worker._attentions = lambda: [kernel]
+    worker._layers = lambda: [SimpleNamespace(impl=impl)]
     worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=asked)
     worker.parallel_config = SimpleNamespace(local_world_size=1, data_parallel_size_local=2)
     worker.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=1000))

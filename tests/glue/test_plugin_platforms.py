@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm import platforms
+from vllm.config import get_current_vllm_config_or_none
 from vllm.utils import cpu_resource_utils
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
@@ -56,6 +57,10 @@ def platform_of(monkeypatch: pytest.MonkeyPatch, *, on_cuda: bool) -> Any:
         @classmethod
         def check_and_update_config(cls, vllm_config: Any) -> None:
             cls.asked.append(vllm_config)
+
+        @classmethod
+        def update_block_size_for_backend(cls, vllm_config: Any) -> None:  # noqa: ARG003
+            cls.asked.append(get_current_vllm_config_or_none())
 
     monkeypatch.setattr(platforms, "current_platform", SimpleNamespace(is_cuda=lambda: on_cuda))
     hook_platform(Platform, on_cuda=on_cuda)
@@ -323,7 +328,6 @@ def model_of(**changes: Any) -> Any:
     [
         ({"use_mla": True}, "model=some/model: multi-head latent attention"),
         ({"is_encoder_decoder": True}, "model=some/model: encoder-decoder models"),
-        ({"is_hybrid": True}, "model=some/model: models that mix attention with state-space layers"),
         ({"dtype": torch.float64}, "dtype=torch.float64: must be bfloat16"),
         ({"get_head_size": lambda: 40}, "head_size=40: must be a multiple of 16"),
         ({"hf_text_config": SimpleNamespace(attn_logit_softcapping=50.0)}, "attn_logit_softcapping=50.0: soft-capped"),
@@ -344,16 +348,16 @@ def test_a_model_that_is_not_served_is_refused(
 CONNECTED = SimpleNamespace(kv_connector="SharedStorageConnector", kv_connector_extra_config=None)
 
 
+BEYOND_PAGE_POLICIES: list[tuple[dict[str, Any], str]] = [
+    ({"additional_config": {"hybrid_sparse": {"policy": "hgca"}}}, "policy=hgca"),
+    ({"additional_config": {"hybrid_sparse": {"policy": "fluxion"}}}, "policy=fluxion"),
+    ({"additional_config": {"hybrid_sparse": {"device": "emulated"}}}, "device=emulated"),
+    ({"kv_transfer_config": CONNECTED}, "kv_connector=SharedStorageConnector"),
+]
+
+
 @pytest.mark.usefixtures("no_loggers")
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"additional_config": {"hybrid_sparse": {"policy": "hgca"}}}, "policy=hgca"),
-        ({"additional_config": {"hybrid_sparse": {"policy": "fluxion"}}}, "policy=fluxion"),
-        ({"additional_config": {"hybrid_sparse": {"device": "emulated"}}}, "device=emulated"),
-        ({"kv_transfer_config": CONNECTED}, "kv_connector=SharedStorageConnector"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "what"), BEYOND_PAGE_POLICIES)
 def test_beside_a_sliding_window_some_settings_are_refused(
     changes: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +368,27 @@ def test_beside_a_sliding_window_some_settings_are_refused(
         platform.check_and_update_config(served)
     with pytest.raises(ConfigError, match=rf"sliding_window=4096: is not supported with {what}; --disable-sliding-w"):
         platform.check_and_update_config(config_of(member(), model_config=windowed, **changes))
+
+
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize(("changes", "what"), BEYOND_PAGE_POLICIES)
+def test_beside_state_space_layers_some_settings_are_refused(
+    changes: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = platform_of(monkeypatch, on_cuda=False)
+    hybrid = model_of(is_hybrid=True)
+    platform.check_and_update_config(config_of(member(), model_config=hybrid))
+    with pytest.raises(ConfigError, match=f"model=some/model: state-space layers beside attention .* with {what}"):
+        platform.check_and_update_config(config_of(member(), model_config=hybrid, **changes))
+
+
+def test_blocks_are_sized_with_our_configuration_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours says there how large a summary is; of other backends vLLM asks without."""
+    platform = platform_of(monkeypatch, on_cuda=False)
+    ours = config_of(member())
+    platform.update_block_size_for_backend(ours)
+    platform.update_block_size_for_backend(config_of(None))
+    assert platform.asked == [ours, None]
 
 
 @pytest.mark.parametrize("given", [{"policy": "hgca"}, {"policy": "fluxion"}, {"device": "emulated"}])

@@ -42,6 +42,15 @@ def differences(expected: Sequence[Answer], found: Sequence[Answer]) -> list[str
     return [how for pair in zip(expected, found, strict=True) if (how := difference(*pair))]
 
 
+def margins_where_parted(expected: Sequence[Answer], found: Sequence[Answer]) -> list[float]:
+    """Of each pair that differs, how close the decision was at which `found` leaves `expected`."""
+    parted = []
+    for left, right in zip(expected, found, strict=True):
+        pairs = zip(left.token_ids, right.token_ids, strict=True)
+        parted += [left.margins[place] for place, (one, other) in enumerate(pairs) if one != other][:1]
+    return parted
+
+
 def complete(
     server: Server, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int, margins: bool = False
 ) -> list[Answer]:

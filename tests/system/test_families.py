@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.completions import difference
+from tests.system.completions import difference, margins_where_parted
 from tests.system.engine_jobs import answers_of, run_jobs
 from tests.system.tiny_models import SERVED, SERVED_TOO, make_tiny_model
 
@@ -115,13 +115,9 @@ def test_family_answers_as_stock(results: dict[str, dict[str, Any]], family: str
 
 def test_a_narrower_kv_cache_changes_only_close_decisions(results: dict[str, dict[str, Any]]) -> None:
     """Of a float32 model whose keys and values are stored in bfloat16."""
-    stock, ours = answers_of(results[f"{NARROW} stock"]), answers_of(results[f"{NARROW} narrow"])
-    left = []  # stock's margins where answers part
-    for expected, found in zip(stock, ours, strict=True):
-        pairs = zip(expected.token_ids, found.token_ids, strict=True)
-        left += [expected.margins[place] for place, (one, other) in enumerate(pairs) if one != other][:1]
-    assert left, "no decision differs: the cache is not narrower"
-    assert max(left) < CLOSE_MARGIN
+    parted = margins_where_parted(answers_of(results[f"{NARROW} stock"]), answers_of(results[f"{NARROW} narrow"]))
+    assert parted, "no decision differs: the cache is not narrower"
+    assert max(parted) < CLOSE_MARGIN
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     GptOssConfig,
@@ -38,6 +40,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 SCORE_DEVIATION = 2.5  # of query·key/√head_dim at random weights; 0.1 with the library's own initialisation
@@ -158,6 +162,51 @@ def _gemma3() -> Gemma3ForCausalLM:  # sliding windows in two of three layers, n
     )
 
 
+def _gemma4() -> Gemma4ForCausalLM:  # heads larger in layers without a window, whose blocks are shorter; shared caches
+    return Gemma4ForCausalLM(
+        Gemma4TextConfig(
+            **_shared(
+                hidden_size=256,
+                intermediate_size=512,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=1,
+                head_dim=64,
+                global_head_dim=128,
+                sliding_window=150,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+                num_kv_shared_layers=2,
+                hidden_size_per_layer_input=32,
+                vocab_size_per_layer_input=VOCABULARY,
+            )
+        )
+    )
+
+
+def _qwen3_next() -> Qwen3NextForCausalLM:  # gated delta nets, whose state makes blocks of attention larger; experts
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **_shared(
+                hidden_size=256,
+                intermediate_size=512,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=64,
+                linear_num_value_heads=4,
+                linear_num_key_heads=2,
+                linear_key_head_dim=64,
+                linear_value_head_dim=64,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+                shared_expert_intermediate_size=64,
+                layer_types=["linear_attention", "full_attention"] * 2,
+            )
+        )
+    )
+
+
 def _gpt_oss() -> GptOssForCausalLM:  # learned sinks, sliding windows in one of two layers, experts
     return GptOssForCausalLM(
         GptOssConfig(
@@ -212,6 +261,7 @@ SERVED: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral-sliding": lambda: _mistral(sliding_window=200),
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
+    "gemma4": _gemma4,
 }
 SERVED_TOO: dict[str, Callable[[], PreTrainedModel]] = {  # head sizes and groups less common, for the slow run
     "llama-gqa3-dim64": lambda: _llama(9, 3, 64),
@@ -219,13 +269,14 @@ SERVED_TOO: dict[str, Callable[[], PreTrainedModel]] = {  # head sizes and group
     "gpt-neox-dim80": lambda: _gpt_neox(80),
     "gpt-neox-dim96": lambda: _gpt_neox(96),
 }
+SERVED_IN_BFLOAT16: dict[str, Callable[[], PreTrainedModel]] = {"qwen3-next": _qwen3_next}  # all that vLLM does on CPUs
 REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
     "bloom": _bloom,
     "gemma2": _gemma2,
     "deepseek-v2": _deepseek_v2,
     "llama-dim20": lambda: _llama(4, 4, 20),
 }
-ALL = SERVED | SERVED_TOO | REFUSED
+ALL = SERVED | SERVED_TOO | SERVED_IN_BFLOAT16 | REFUSED
 
 
 def save_byte_tokenizer(directory: Path) -> None:

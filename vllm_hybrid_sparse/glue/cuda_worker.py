@@ -40,9 +40,7 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
             runtime = host_runtime(settings_of(self.vllm_config))
         pages = runtime.settings.device_pool_pages
         left = self._memory_left(measured=pages is None, store=store)
-        attentions = self._attentions()
-        tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
-        working = CudaLayers.working_bytes(attentions[0], tokens) if attentions else 0
+        working = self._working_bytes()
         self._pool_bytes = max(0, left - working)
         logger.info(
             "hybrid_sparse: %.1f GiB of host memory for the KV cache%s; on the GPU %s for the pool, %.1f GiB for steps",
@@ -52,6 +50,14 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
             working / 2**30,
         )
         return store
+
+    def _working_bytes(self) -> int:
+        """Bytes of GPU memory that a step takes beside the pool; all layers have one shape."""
+        layers = self._layers()
+        if not layers:
+            return 0
+        impl, tokens = layers[0].impl, self.vllm_config.scheduler_config.max_num_batched_tokens
+        return CudaLayers.working_bytes(impl.num_heads, impl.num_kv_heads, impl.head_size, impl.stored_dtype, tokens)
 
     def _memory_left(self, *, measured: bool, store: int) -> int:
         """Bytes of GPU memory that the model leaves, as vLLM profiles it; 0 where they are not to be measured."""
@@ -69,10 +75,6 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
         """Allocate the host store, pin it, and open the pool."""
         with allocated_on_host(v2=self.use_v2_model_runner):
             super().initialize_from_config(kv_cache_config)
-
-    def kv_caches(self) -> list[torch.Tensor]:
-        """The KV memory of every layer; runner V2 keeps no list of what does not lie on its device."""
-        return [layer.kv_cache for layer in self._layers()]
 
     def open_device(self, kv_caches: list[torch.Tensor]) -> None:
         """Pin the host store, and make the pool and what attends to it."""

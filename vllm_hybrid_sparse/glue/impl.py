@@ -55,7 +55,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             raise ConfigError(
                 f"attn_type={attn_type}: only decoder attention is supported (attention backend hybrid_sparse)"
             )
-        stored_dtype = kv_dtype(kv_cache_dtype, vllm_config.model_config.dtype)
+        self.stored_dtype = kv_dtype(kv_cache_dtype, vllm_config.model_config.dtype)
         self._runtime = host_runtime(settings_of(vllm_config))
         if kv_sharing_target_layer_name is not None and self._runtime.settings.device == "cuda":
             raise ConfigError(
@@ -75,21 +75,29 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         # A layer that shares another's cache must not write it a second time.
         self._appends = kv_sharing_target_layer_name is None
-        self.attention = self._runtime.attention(
-            dtype=stored_dtype,
-            num_q_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_size,
-            block_tokens=vllm_config.cache_config.block_size,
-            scale=self.scale,
-            sliding_window=sliding_window or 0,
-        )
+        self._sliding_window = sliding_window or 0
         self._selection = self._runtime.everything if sliding_window else self._runtime.selection
-        self._hgca = self._runtime.hgca_layer(self.attention)
         if self._runtime.settings.prediction is not None:
             self._runtime.use_model(model_shape(vllm_config))
         self._fluxion: _native.FluxionLayer | None = None  # made at the first call, which names the layer
         self._tiered: TieredLayer | None = None  # once the device tier is there
+
+    def lay_out(self, block_tokens: int) -> None:
+        """Make the kernel, for blocks of so many tokens; the worker calls it before the first step.
+
+        vLLM settles them when all layers are there: it makes a block of attention as large as a state-space layer's
+        state, and where heads differ in size the blocks of the larger ones shorter.
+        """
+        self.attention = self._runtime.attention(
+            dtype=self.stored_dtype,
+            num_q_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            block_tokens=block_tokens,
+            scale=self.scale,
+            sliding_window=self._sliding_window,
+        )
+        self._hgca = self._runtime.hgca_layer(self.attention)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:  # noqa: ARG002  (vLLM's signature)
         """Take the learned sinks, where there are some."""

@@ -41,9 +41,10 @@ def warn_of_unused_settings(additional_config: Any) -> None:
 
 
 def hook_platform(platform: Any, *, on_cuda: bool) -> None:
-    """Wrap the two decisions that a platform of vLLM's takes: the backend's class, and the configuration it serves."""
+    """Wrap what a platform of vLLM's decides: the backend's class, the configuration it serves, the size of a block."""
     choose_backend = platform.get_attn_backend_cls.__func__
     update_config = platform.check_and_update_config.__func__
+    settle_block_size = platform.update_block_size_for_backend.__func__
 
     def get_attn_backend_cls(cls: Any, /, selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:
         if not is_selected(selected_backend):
@@ -83,5 +84,15 @@ def hook_platform(platform: Any, *, on_cuda: bool) -> None:
 
             choose_scheduler(vllm_config)  # after vLLM has settled async scheduling
 
+    def update_block_size_for_backend(cls: Any, /, vllm_config: Any) -> None:
+        if not is_selected(vllm_config.attention_config.backend):
+            settle_block_size(cls, vllm_config)
+            return
+        from vllm.config import set_current_vllm_config  # noqa: PLC0415
+
+        with set_current_vllm_config(vllm_config):  # which says how large a page's summary is
+            settle_block_size(cls, vllm_config)
+
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     platform.check_and_update_config = classmethod(check_and_update_config)
+    platform.update_block_size_for_backend = classmethod(update_block_size_for_backend)

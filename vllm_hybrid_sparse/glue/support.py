@@ -82,8 +82,6 @@ def _refuse_model(model: Any) -> None:
         _refuse("model", model.model, "multi-head latent attention (MLA) is not supported")
     if model.is_encoder_decoder:
         _refuse("model", model.model, "encoder-decoder models are not supported")
-    if model.is_hybrid:
-        _refuse("model", model.model, "models that mix attention with state-space layers are not supported")
     if model.dtype not in DTYPE_NAMES:
         _refuse("dtype", model.dtype, "must be bfloat16, float16 or float32")
     text = model.hf_text_config
@@ -106,6 +104,9 @@ def _refuse_with_model(settings: HybridSparseConfig, vllm_config: Any) -> None:
     model = vllm_config.model_config
     if (window := model.get_sliding_window()) is not None:
         refuse_beside_window(window, settings, vllm_config.kv_transfer_config)
+    if model.is_hybrid:
+        for other in _beyond_page_policies(settings, vllm_config.kv_transfer_config):
+            _refuse("model", model.model, f"state-space layers beside attention are not supported with {other}")
     if settings.prediction is not None:
         _refuse_predictor(settings, vllm_config)
     if settings.device != "none" and settings.device_pool_pages is not None:
@@ -114,8 +115,7 @@ def _refuse_with_model(settings: HybridSparseConfig, vllm_config: Any) -> None:
 
 def refuse_beside_window(window: int, settings: HybridSparseConfig, connector: Any) -> None:
     """What is not served beside layers with a sliding window. Raises ConfigError."""
-    connectors = [] if connector is None else [f"kv_connector={connector.kv_connector}"]
-    for other in (*_beyond_page_policies(settings), *connectors):
+    for other in _beyond_page_policies(settings, connector):
         rule = (
             f"is not supported with {other}; --disable-sliding-window serves the model in requests of up to so many "
             "tokens, none of which a window cuts off"
@@ -129,11 +129,14 @@ def refuse_sinks(settings: HybridSparseConfig) -> None:
         _refuse("has_sink", True, f"learned attention sinks are not supported with {other}")
 
 
-def _beyond_page_policies(settings: HybridSparseConfig) -> list[str]:
-    """Settings that ask for more than a page policy on the host: a policy with state of requests, a device."""
+def _beyond_page_policies(settings: HybridSparseConfig, connector: Any = None) -> list[str]:
+    """What asks for more than a page policy on the host: a policy with state of requests, a device, a KV connector."""
     keeps_state = settings.salience is not None or settings.prediction is not None
-    policies = [f"policy={settings.policy}"] if keeps_state else []
-    return [*policies, f"device={settings.device}"] if settings.device != "none" else policies
+    return [
+        *([f"policy={settings.policy}"] if keeps_state else []),
+        *([f"device={settings.device}"] if settings.device != "none" else []),
+        *([f"kv_connector={connector.kv_connector}"] if connector is not None else []),
+    ]
 
 
 def _refuse_predictor(settings: HybridSparseConfig, vllm_config: Any) -> None:

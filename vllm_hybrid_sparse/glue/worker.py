@@ -57,6 +57,8 @@ class HostStoreWorker(WorkerBase):
         self._connected = self.vllm_config.kv_transfer_config is not None
         self._logs = self._runtime.settings.log_interval_s > 0
         self._interval = Interval(self._runtime.settings.log_interval_s)
+        for layer in self._layers():
+            layer.impl.lay_out(layer.kv_cache.shape[2])
         self._reports = self.vllm_config.ec_transfer_config is None
         if not self._reports:
             logger.warning("hybrid_sparse: no metrics beside an encoder cache connector, whose channel they take")
@@ -73,8 +75,8 @@ class HostStoreWorker(WorkerBase):
         )
 
     def kv_caches(self) -> list[torch.Tensor]:
-        """The KV memory of every layer."""
-        return list(self.model_runner.kv_caches)
+        """The KV memory of every attention layer, [blocks, kv_heads, block_tokens, state_content]."""
+        return [layer.kv_cache for layer in self._layers()]
 
     def open_device(self, kv_caches: list[torch.Tensor]) -> None:
         """Make the device tier, where the settings ask for one."""

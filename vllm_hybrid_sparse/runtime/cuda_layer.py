@@ -188,14 +188,14 @@ class CudaLayers:
             keep_queries(self._attention, fluxion, taken)
 
     @staticmethod
-    def working_bytes(attention: NativeAttention, tokens: int) -> int:
+    def working_bytes(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tokens: int) -> int:
         """Device memory that a step of so many tokens takes beside the slots: staging, partial results, and ranking.
 
         vLLM's profiling does not see it, since no layer attends then.
         """
-        staging = StreamedPrefill.staging_bytes(attention.num_kv_heads, attention.head_dim, attention.dtype)
-        of_rows = tokens * attention.num_q_heads * (attention.head_dim + 1) * torch.float32.itemsize
-        ranking = ranking_bytes(attention.num_q_heads, attention.num_kv_heads)
+        staging = StreamedPrefill.staging_bytes(kv_heads, head_dim, dtype)
+        of_rows = tokens * q_heads * (head_dim + 1) * torch.float32.itemsize
+        ranking = ranking_bytes(q_heads, kv_heads)
         return staging + _PARTIAL_RESULTS * of_rows + ranking
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
