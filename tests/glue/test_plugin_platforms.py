@@ -358,28 +358,23 @@ BEYOND_PAGE_POLICIES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.usefixtures("no_loggers")
 @pytest.mark.parametrize(("changes", "what"), BEYOND_PAGE_POLICIES)
-def test_beside_a_sliding_window_some_settings_are_refused(
-    changes: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"get_sliding_window": lambda: 4096}, "sliding_window=4096: is not supported with {}; --disable-sliding-w"),
+        ({"is_hybrid": True}, "model=some/model: layers that keep a state are not supported with {}"),
+    ],
+)
+def test_beside_other_kinds_of_layers_some_settings_are_refused(
+    model: dict[str, Any], said: str, changes: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform = platform_of(monkeypatch, on_cuda=False)
-    windowed = model_of(get_sliding_window=lambda: 4096)
+    mixed = model_of(**model)
     for settings in ({}, {"policy": "dense"}, {"policy": "topk"}):
-        served = config_of(member(), model_config=windowed, additional_config={"hybrid_sparse": settings})
+        served = config_of(member(), model_config=mixed, additional_config={"hybrid_sparse": settings})
         platform.check_and_update_config(served)
-    with pytest.raises(ConfigError, match=rf"sliding_window=4096: is not supported with {what}; --disable-sliding-w"):
-        platform.check_and_update_config(config_of(member(), model_config=windowed, **changes))
-
-
-@pytest.mark.usefixtures("no_loggers")
-@pytest.mark.parametrize(("changes", "what"), BEYOND_PAGE_POLICIES)
-def test_beside_state_space_layers_some_settings_are_refused(
-    changes: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    platform = platform_of(monkeypatch, on_cuda=False)
-    hybrid = model_of(is_hybrid=True)
-    platform.check_and_update_config(config_of(member(), model_config=hybrid))
-    with pytest.raises(ConfigError, match=f"model=some/model: state-space layers beside attention .* with {what}"):
-        platform.check_and_update_config(config_of(member(), model_config=hybrid, **changes))
+    with pytest.raises(ConfigError, match=said.format(what)):
+        platform.check_and_update_config(config_of(member(), model_config=mixed, **changes))
 
 
 def test_blocks_are_sized_with_our_configuration_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Models whose layers differ: stock vLLM's answers, whatever else happens to the blocks.
 
 vLLM keeps the blocks of layers with a sliding window in groups of their own, and takes those back that no later token
-will see. It shortens the blocks of layers with larger heads, and makes blocks of attention as large as the state of a
-layer that keeps one. The engines run one after another in a child process.
+will see. It has more tokens in the blocks of layers with smaller heads, and makes blocks of attention as large as the
+state of a layer that keeps one. The engines run one after another in a child process.
 """
 
 from dataclasses import dataclass

@@ -162,7 +162,7 @@ def _gemma3() -> Gemma3ForCausalLM:  # sliding windows in two of three layers, n
     )
 
 
-def _gemma4() -> Gemma4ForCausalLM:  # heads larger in layers without a window, whose blocks are shorter; shared caches
+def _gemma4() -> Gemma4ForCausalLM:  # heads smaller in layers with a window, whose blocks are longer; shared caches
     return Gemma4ForCausalLM(
         Gemma4TextConfig(
             **_shared(

@@ -85,8 +85,8 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
     def lay_out(self, block_tokens: int) -> None:
         """Make the kernel, for blocks of so many tokens; the worker calls it before the first step.
 
-        vLLM settles them when all layers are there: it makes a block of attention as large as a state-space layer's
-        state, and where heads differ in size the blocks of the larger ones shorter.
+        vLLM settles them when all layers are there: it makes a block of attention as large as the state of a layer
+        that keeps one, and where heads differ in size has more tokens in the blocks of the smaller ones.
         """
         self.attention = self._runtime.attention(
             dtype=self.stored_dtype,

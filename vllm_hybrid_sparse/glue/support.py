@@ -106,7 +106,7 @@ def _refuse_with_model(settings: HybridSparseConfig, vllm_config: Any) -> None:
         refuse_beside_window(window, settings, vllm_config.kv_transfer_config)
     if model.is_hybrid:
         for other in _beyond_page_policies(settings, vllm_config.kv_transfer_config):
-            _refuse("model", model.model, f"state-space layers beside attention are not supported with {other}")
+            _refuse("model", model.model, f"layers that keep a state are not supported with {other}")
     if settings.prediction is not None:
         _refuse_predictor(settings, vllm_config)
     if settings.device != "none" and settings.device_pool_pages is not None:
