@@ -1,6 +1,7 @@
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,14 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.glue.bare_worker import bare_worker
+from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue import cpu_worker
+from vllm_hybrid_sparse.glue.backend import HybridSparseBackend
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker
 from vllm_hybrid_sparse.kernels.paged_attention import native
@@ -120,6 +125,30 @@ def test_a_slow_dtype_is_pointed_out(
     ).initialize_from_config(None)
 
     assert [("--dtype float32" in line) for line in lines] == [True] * said
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({}, None),
+        ({"attn_backend": CPUAttentionBackend}, r"^layers\.0: the model has it attend by CPUAttentionBackend"),
+        ({"head_size_v": 32}, r"^head_size_v=32: values of another size than keys \(64\) are not supported"),
+    ],
+)
+def test_a_model_that_chooses_for_itself_is_refused(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], refusal: str | None
+) -> None:
+    """MiMo-V2's layers take a backend for values of their own size, whichever was asked for."""
+    monkeypatch.setattr(CPUWorker, "load_model", lambda *_, **__: None)
+    layer = Attention.__new__(Attention)
+    asked_for = {"layer_name": "layers.0", "attn_backend": HybridSparseBackend, "head_size": 64, "head_size_v": 64}
+    for name, value in (asked_for | changes).items():
+        setattr(layer, name, value)
+    worker = bare_worker()
+    worker.vllm_config.compilation_config.static_forward_context.update({"layers.0": layer, "others": object()})
+
+    with pytest.raises(ConfigError, match=refusal) if refusal else nullcontext():
+        worker.load_model()
 
 
 def test_a_prompt_that_is_not_whole_yet_draws_nothing_from_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.glue.backend import HybridSparseBackend
 from vllm_hybrid_sparse.glue.impl import HybridSparseImpl
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport
@@ -40,9 +43,14 @@ class HostStoreWorker(WorkerBase):
     _late: tuple[DecodeStats, TierStats | None] = (DecodeStats(), None)  # taken, and to be reported with the next step
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load the model; its layers share nothing with those of an engine that this process had before."""
+        """Load the model; its layers share nothing with those of an engine that this process had before.
+
+        Raises ConfigError for a model that has an attention backend of its own choice.
+        """
         begin_engine(local_workers(self.parallel_config))
         super().load_model(load_dummy_weights=load_dummy_weights)
+        for layer in get_layers_from_vllm_config(self.vllm_config, Attention).values():
+            _refuse_own_choice(layer)
 
     def get_kv_cache_spec(self) -> Any:
         """The layers' specs; the backend reads our settings from the current configuration to size a block."""
@@ -203,3 +211,15 @@ def one_of_each_storage(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the memory behind some tensors, what they share counted once."""
     return sum(tensor.untyped_storage().nbytes() for tensor in one_of_each_storage(tensors))
+
+
+def _refuse_own_choice(layer: Attention) -> None:
+    """A model may give its layers a backend, whatever was asked for: MiMo-V2 does, whose values have another size."""
+    if layer.attn_backend is not HybridSparseBackend:
+        own = layer.attn_backend.__name__
+        raise ConfigError(
+            f"{layer.layer_name}: the model has it attend by {own}, beside which hybrid_sparse is not supported"
+        )
+    if layer.head_size_v != layer.head_size:
+        rule = f"values of another size than keys ({layer.head_size}) are not supported"
+        raise ConfigError(f"head_size_v={layer.head_size_v}: {rule} (attention backend hybrid_sparse)")
