@@ -377,6 +377,28 @@ def test_beside_other_kinds_of_layers_some_settings_are_refused(
         platform.check_and_update_config(config_of(member(), model_config=mixed, **changes))
 
 
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        *BEYOND_PAGE_POLICIES,
+        ({"model_config": model_of(is_hybrid=True)}, "layers that keep a state"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, None),
+    ],
+)
+def test_drafts_come_from_the_text_and_beside_page_policies(
+    changes: dict[str, Any], what: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = platform_of(monkeypatch, on_cuda=False)
+    drafting = {"speculative_config": SimpleNamespace(method="ngram"), "model_config": model_of()}
+    for settings in ({}, {"policy": "dense"}, {"policy": "topk"}):
+        served = config_of(member(), **drafting, additional_config={"hybrid_sparse": settings})
+        platform.check_and_update_config(served)
+    said = f"=ngram: speculative decoding is not supported with {what}" if what else "=eagle3: only ngram is supported"
+    with pytest.raises(ConfigError, match=f"speculative_config.method{said}"):
+        platform.check_and_update_config(config_of(member(), **(drafting | changes)))
+
+
 def test_blocks_are_sized_with_our_configuration_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours says there how large a summary is; of other backends vLLM asks without."""
     platform = platform_of(monkeypatch, on_cuda=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.v1.metrics.reader import Counter
 
 from tests.system.engine_jobs import MARK
 
@@ -65,6 +66,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         result["blocks"] = engine.collective_rpc(full_blocks)[0]
     if job.get("entered"):
         result["entered"] = engine.collective_rpc(entered_blocks)[0]
+    if job.get("counters"):
+        values = {metric.name: metric.value for metric in engine.get_metrics() if isinstance(metric, Counter)}
+        result["counters"] = [values[name] for name in job["counters"]]
     return result
 
 

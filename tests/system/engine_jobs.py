@@ -1,9 +1,10 @@
 """Engine runs in a child process: what is asked of it and what comes back.
 
 job      {"name": …, "engine_args": {… of vllm.LLM}, "prompts": [[token ids]], "max_tokens": n, "margins": bool,
-          "blocks": bool, "entered": bool}
-result   {"name": …, "answers": [{"token_ids": […], "margins": […]}]}, with "blocks": {"full": n, "stale": n} and
-         "entered": n (blocks of the device pool) where asked for, or {"name": …, "error": "… with its causes"}
+          "blocks": bool, "entered": bool, "counters": [names of vLLM's]}
+result   {"name": …, "answers": [{"token_ids": […], "margins": […]}]}, with "blocks": {"full": n, "stale": n},
+         "entered": n (blocks of the device pool) and "counters": [values] where asked for, or
+         {"name": …, "error": "… with its causes"}
 """
 
 import json

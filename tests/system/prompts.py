@@ -44,6 +44,12 @@ def shared_byte_prompts() -> list[list[int]]:
     return [[5, 6, 7], *prompts, *(list(prompt) for prompt in prompts)]
 
 
+def repeating_prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Return prompts that say the same again and again and break off: what comes next can be looked up."""
+    texts = [_prose_ids(tokenizer, length, seed) for seed, length in enumerate((40, 97, 130, 260), start=200)]
+    return [(text * 3)[: 2 * len(text) + len(text) // 4] for text in texts]
+
+
 def shared_prefix_prompts(tokenizer: Tokenizer) -> list[list[int]]:
     """Return prompts that begin like the exactness prompt of 900 tokens, the first being that prompt itself."""
     base = exactness_prompts(tokenizer)[LENGTHS.index(900)]

@@ -52,10 +52,9 @@ BAD_OPTIONS = {
         options={"hf_overrides": {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}}},
     ),
     "speculative": Refusal(
-        (r"(?i)speculative",),
-        options={
-            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
-        },
+        (r"speculative_config.method=ngram: speculative decoding is not supported with device=emulated",),
+        {"device": "emulated"},
+        options={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
     ),
 }
 BAD_SETTINGS_OF_MODELS = {

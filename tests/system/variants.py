@@ -26,6 +26,11 @@ def our_args(**settings: object) -> list[str]:
     return ["--attention-backend=hybrid_sparse", f"--additional-config={json.dumps({'hybrid_sparse': settings})}"]
 
 
+def kv_cache_bytes(policy: str, tokens: int) -> int:
+    """Bytes of a KV cache in fp32 for so many tokens of SmolLM2 under `policy`."""
+    return int(tokens * _KV_BYTES_PER_TOKEN * (1 + _SUMMARY_SHARE[policy]))
+
+
 def server_env() -> dict[str, str]:
     """Environment of every server: a thread a core, and other work may run beside.
 
@@ -56,9 +61,8 @@ class Variant:
     def args(self) -> list[str]:
         """Arguments of `vllm serve`: small prefill chunks, and a KV cache that concurrent requests overflow."""
         threshold = {"threshold": 1.0} if self.policy == "progressive" else {}
-        bytes_per_token = _KV_BYTES_PER_TOKEN * (1 + _SUMMARY_SHARE[self.policy])
         return [
-            *stock_args("float32", MAX_MODEL_TOKENS, int(CAPACITY_TOKENS * bytes_per_token)),
+            *stock_args("float32", MAX_MODEL_TOKENS, kv_cache_bytes(self.policy, CAPACITY_TOKENS)),
             *our_args(policy=self.policy, **threshold),
             f"--block-size={self.block_tokens}",
             f"--max-num-batched-tokens={CHUNK_TOKENS}",

@@ -39,6 +39,7 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
     _blocks: BlockMirror | None = None  # on CUDA: the block tables in host memory
     _requests: RequestSlots | None = None  # where the policy keeps state of requests
     _needs_state = False  # whether rows of requests whose state is of other tokens attend to everything (HGCA)
+    _speculates = False  # whether a request that decodes may come with drafts
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -48,6 +49,7 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
         self._requests = runtime.requests if runtime.keeps_request_state else None
         self._shares = runtime.settings.device != "none"
         self._needs_state = runtime.settings.salience is not None
+        self._speculates = vllm_config.speculative_config is not None
 
     def build(
         self,
@@ -67,6 +69,8 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
         starts, lengths = meta.query_start_loc_cpu[: requests + 1], meta.seq_lens[:requests]
         pages = meta.block_table_tensor[:requests], meta.slot_mapping
         slots = self._requests.of_batch(requests) if self._requests is not None else None
+        if self._speculates:  # no policy beside it keeps state of requests, and no device shares
+            return HybridSparseMetadata(_draft_rows(starts, lengths, *pages, decoding))
         if not self._shares:
             return HybridSparseMetadata(NativeBatch.from_tensors(starts, lengths, *pages, decoding, slots))
         if self._needs_state:
@@ -109,3 +113,31 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
     def use_cascade_attention(self, *_args: Any, **_kwargs: Any) -> bool:
         """Never: a shared prefix is read once per request."""
         return False
+
+
+def _draft_rows(
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    decoding: torch.Tensor,
+) -> NativeBatch:
+    """The batch with a row for each token of a request that decodes, as `NativeBatch.from_tensors` takes it otherwise.
+
+    A request's last token and its drafts attend as they would one after another: all keys of a step are stored before
+    any row attends, a row sees those up to its own, and chooses for itself.
+    """
+    tokens = starts.diff()
+    rows = torch.where(decoding, tokens, 1)
+    if int(rows.sum()) == len(rows):
+        return NativeBatch.from_tensors(starts, lengths, tables, slot_mapping, decoding)
+    request = torch.repeat_interleave(rows)  # of each row
+    left = rows.cumsum(0)[request] - torch.arange(1, len(request) + 1)  # rows of the request behind it
+    ends = starts[1:][request] - left
+    return NativeBatch.from_tensors(
+        torch.cat([starts[:1], ends.to(starts.dtype)]),
+        lengths[request] - left.to(lengths.dtype),
+        tables[request],
+        slot_mapping,
+        decoding[request],
+    )

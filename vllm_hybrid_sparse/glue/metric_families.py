@@ -22,7 +22,7 @@ class Family:
 COUNTERS = tuple(
     Family(f"{PREFIX}{name}_total", field, text)
     for name, field, text in (
-        ("decode_rows", "rows", "Query tokens that were attended alone: one of a request in a step, all layers."),
+        ("decode_rows", "rows", "Query tokens attended alone: one of a request in a step, and its drafts."),
         ("selections", "selections", "Choices of what to read: one a decode row, KV head and layer."),
         ("context_pages", "pages_total", "Pages (16 tokens of a KV head and layer) of decode rows' contexts."),
         ("read_pages", "pages_read", "Pages of those that were read: the retained set and what was selected."),

@@ -14,6 +14,7 @@ from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.tiers import check_pool_pages
 from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS
 
+_DRAFTS_WITHOUT_A_MODEL = "ngram"
 _FILLING_CONNECTOR = "DecodeBenchConnector"  # of vLLM, for benchmarks: it writes the cache's tensors where they lie
 
 
@@ -28,7 +29,7 @@ def refuse_config(vllm_config: Any) -> None:
     if vllm_config.kv_transfer_config is not None:
         _refuse_connectors(vllm_config.kv_transfer_config)
     if vllm_config.speculative_config is not None:
-        _refuse("speculative_config", vllm_config.speculative_config.method, "speculative decoding is not supported")
+        _refuse_speculation(settings, vllm_config)
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
@@ -75,6 +76,20 @@ def _refuse_connectors(transfer: Any) -> None:
     for name in (transfer.kv_connector, *(one.get("kv_connector") for one in inner if isinstance(one, dict))):
         if str(name).startswith("Nixl"):
             _refuse("kv_connector", name, "NIXL is not supported: in a block, a head's bytes are not one piece")
+
+
+def _refuse_speculation(settings: HybridSparseConfig, vllm_config: Any) -> None:
+    """Drafts that a model with a KV cache of its own makes, and what cannot take tokens back."""
+    method = vllm_config.speculative_config.method
+    if method != _DRAFTS_WITHOUT_A_MODEL:
+        rule = f"only {_DRAFTS_WITHOUT_A_MODEL} is supported, whose drafts come from the text"
+        _refuse("speculative_config.method", method, rule)
+    others = _beyond_page_policies(settings, vllm_config.kv_transfer_config)
+    model = vllm_config.model_config
+    if model is not None and model.is_hybrid:
+        others.append("layers that keep a state")
+    for other in others:
+        _refuse("speculative_config.method", method, f"speculative decoding is not supported with {other}")
 
 
 def _refuse_model(model: Any) -> None:

@@ -1,0 +1,55 @@
+"""A step's batch: with speculative decoding, a row for each token of a request that decodes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadataBuilder
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def step(tokens: list[int], lengths: list[int], prefilling: list[bool]) -> Any:
+    """vLLM's metadata of a step; request r has the blocks 10 r and 10 r + 1."""
+    return SimpleNamespace(
+        num_reqs=len(tokens),
+        is_prefilling=torch.tensor(prefilling),
+        causal=True,
+        query_start_loc_cpu=int32(0, *torch.tensor(tokens).cumsum(0).tolist()),
+        seq_lens=int32(*lengths),
+        block_table_tensor=torch.stack([int32(10 * row, 10 * row + 1) for row in range(len(tokens))]),
+        slot_mapping=torch.arange(sum(tokens)),
+    )
+
+
+def rows(common: Any, speculates: bool) -> list[list[Any]]:
+    """First tokens, lengths, tables and decode flags of the batch's rows."""
+    builder = HybridSparseMetadataBuilder.__new__(HybridSparseMetadataBuilder)
+    builder._speculates = speculates
+    batch: Any = builder.build(0, common).batch
+    starts, lengths, tables, slots, decoding = batch.tensors[:5]
+    assert torch.equal(slots, common.slot_mapping), "tokens are stored as vLLM says"
+    assert starts.dtype == lengths.dtype == tables.dtype == torch.int32
+    return [starts.tolist(), lengths.tolist(), tables[:, 0].tolist(), [bool(flag) for flag in decoding]]
+
+
+def test_a_token_and_its_drafts_are_rows_of_their_own_and_a_chunk_of_a_prompt_is_one() -> None:
+    common = step(tokens=[3, 3, 1, 2], lengths=[40, 103, 9, 50], prefilling=[True, False, False, False])
+    assert rows(common, speculates=True) == [
+        [0, 3, 4, 5, 6, 7, 8, 9],
+        [40, 101, 102, 103, 9, 49, 50],
+        [0, 10, 10, 10, 20, 30, 30],
+        [False, True, True, True, True, True, True],
+    ]
+
+
+@pytest.mark.parametrize("speculates", [True, False])
+def test_without_drafts_rows_are_requests(speculates: bool) -> None:
+    common = step(tokens=[1, 7, 1], lengths=[40, 7, 9], prefilling=[False, True, False])
+    assert rows(common, speculates) == [[0, 1, 8, 9], [40, 7, 9], [0, 10, 20], [True, False, True]]
