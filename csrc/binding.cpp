@@ -206,9 +206,10 @@ NB_MODULE(_native, m) {
 
   nb::class_<Engine>(m, "Engine")
       .def("__init__", [](Engine* self, const Layout& layout, int q_heads, int kv_heads, float scale,
-                          int sliding_window, const std::string& isa, ThreadPool& pool) {
-        new (self) Engine(Geometry{layout, q_heads, kv_heads, scale, sliding_window}, find_isa(isa), pool);
-      }, "layout"_a, "q_heads"_a, "kv_heads"_a, "scale"_a, "sliding_window"_a, "isa"_a, "pool"_a, nb::keep_alive<1, 8>())
+                          int sliding_window, bool common_keys, const std::string& isa, ThreadPool& pool) {
+        new (self) Engine(Geometry{layout, q_heads, kv_heads, scale, sliding_window, common_keys}, find_isa(isa), pool);
+      }, "layout"_a, "q_heads"_a, "kv_heads"_a, "scale"_a, "sliding_window"_a, "common_keys"_a, "isa"_a, "pool"_a,
+           nb::keep_alive<1, 9>())
       .def_prop_ro("isa", [](const Engine& self) { return std::string(self.isa().name); })
       .def("forward", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride,
                          uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride, uintptr_t out,

@@ -16,6 +16,7 @@ struct CodeQuery {
   char padding[56];
   int8_t dims[kMaxHeadDim];        // for the codes; zeros after the last
   int8_t halves[kMaxHeadDim + 64];  // for the mean: of 64 dims the even ones, then the odd ones, as `half_bytes` gives them
+  float query[kMaxHeadDim];         // as it was before the rotation, times the softmax scale: for what keys have in common
 };
 
 // What the tiles of a call have in common.
@@ -67,7 +68,12 @@ static void encode_query(const void* query, int head_dim, float scale, void* out
   alignas(64) float x[kMaxHeadDim][1];
   alignas(64) int8_t rounded[kMaxHeadDim + 64] = {};
   const char* in = static_cast<const char*>(query);
-  for (int d = 0; d < head_dim; d += 16) store(&x[d][0], T::load_elements(in + d * sizeof(typename T::Element)));
+  CodeQuery& result = *static_cast<CodeQuery*>(out);
+  for (int d = 0; d < head_dim; d += 16) {
+    const vf elements = T::load_elements(in + d * sizeof(typename T::Element));
+    store(&x[d][0], elements);
+    store(result.query + d, mul(elements, set1(scale)));
+  }
   rotate<1>(x, head_dim);
   float largest = 0.0f;
   for (int d = 0; d < head_dim; ++d) largest = std::fabs(x[d][0]) > largest ? std::fabs(x[d][0]) : largest;
@@ -77,7 +83,6 @@ static void encode_query(const void* query, int head_dim, float scale, void* out
     rounded[d] = static_cast<int8_t>(std::nearbyint(x[d][0] * factor));
     sum += rounded[d];
   }
-  CodeQuery& result = *static_cast<CodeQuery*>(out);
   const float unit = largest / 127.0f * scale * kLog2E;
   result.a = 2.0f * unit;
   result.sum = unit * static_cast<float>(sum);
@@ -90,16 +95,25 @@ static void encode_query(const void* query, int head_dim, float scale, void* out
   }
 }
 
-// The codes of a full page, as laid out in layout.h.
+// The scaled product of a query row with a vector [head_dim], unrounded.
+static float query_product(const void* operands, const float* vector, int head_dim) {
+  const float* query = static_cast<const CodeQuery*>(operands)->query;
+  vf sum = zero();
+  for (int d = 0; d < head_dim; d += 16) sum = fma(load(query + d), load(vector + d), sum);
+  return reduce_add(sum);
+}
+
+// The codes of a full page, as laid out in layout.h, of its keys less `common` [head_dim] where that is not null.
 template <class T>
-static void encode_page(const char* page, char* out, int head_dim, int code_bits) {
+static void encode_page(const char* page, char* out, int head_dim, int code_bits, const float* common) {
   using Element = typename T::Element;
   alignas(64) float x[kMaxHeadDim][kPageTokens];
   float mean[kMaxHeadDim];
   const Element* keys = reinterpret_cast<const Element*>(page);
   for (int d = 0; d < head_dim; ++d) {
     const Element* lane = keys + int64_t{d / T::pack} * T::pack * kPageTokens + d % T::pack;
-    for (int t = 0; t < kPageTokens; ++t) x[d][t] = T::to_float(lane[t * T::pack]);
+    const float less = common ? common[d] : 0.0f;
+    for (int t = 0; t < kPageTokens; ++t) x[d][t] = T::to_float(lane[t * T::pack]) - less;
   }
   rotate<kPageTokens>(x, head_dim);
   float largest = 0.0f;
@@ -167,6 +181,7 @@ static void encode_page(const char* page, char* out, int head_dim, int code_bits
   std::memcpy(out + at.units, &unit_bits, sizeof(unit_bits));
   std::memcpy(out + at.units + sizeof(unit_bits), &step_bits, sizeof(step_bits));
   std::memset(out + at.units + 2 * sizeof(unit_bits), 0, at.bytes - at.units - 2 * sizeof(unit_bits));
+  out[at.less_common] = common != nullptr;
 }
 
 // scale * the sums across lanes of the first `Rows` rows' vectors: out[r * stride + p] is that of x[r][p].

@@ -160,6 +160,7 @@ void Engine::run_score(const void* const* queries, int heads, int rows, const Pa
   if (code_bits > 0) scratch.resize(int64_t{heads} * (rows + 1) * kScoreChunkPages);
   kernels_.score({queries, heads, rows, page_begin, count, table, layout.summary_elements(), layout.head_dim, code_bits,
                   geometry_.scale, scores, head_stride, row_stride, scratch.data()});
+  if (takes_common_keys()) add_common(queries, heads, rows, table, page_begin, count, scores, head_stride, row_stride);
 }
 
 void Engine::rank(const Selection& selection) {

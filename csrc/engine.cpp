@@ -92,12 +92,13 @@ void Engine::append(const LayerCall& call, const Batch& batch) {
       const int64_t column = int64_t{head} * layout.head_dim;
       kernels_.write_page(target, offset, count, layout.head_dim, call.key + (t * call.key_stride + column) * bytes,
                           call.key_stride, call.value + (t * call.value_stride + column) * bytes, call.value_stride);
-      if (offset + count == kPageTokens) summarize_page(block, head, page);
+      if (offset + count == kPageTokens && !takes_common_keys()) summarize_page(block, head, page);
       t += count;
     }
   };
   if (tokens * geometry_.kv_heads <= kSerialAppendRows) {
     for (int head = 0; head < geometry_.kv_heads; ++head) write(head, 0, tokens);
+    if (takes_common_keys()) summarize_filled(call, batch);
     return;
   }
   // A task must not share a page with another: cut where a token starts a page or does not follow its predecessor.
@@ -112,6 +113,7 @@ void Engine::append(const LayerCall& call, const Batch& batch) {
   const int chunks = static_cast<int>(cuts.size()) - 1;
   pool_.for_each(chunks * geometry_.kv_heads,
                  [&](int i) { write(i / chunks, cuts[i % chunks], cuts[i % chunks + 1]); });
+  if (takes_common_keys()) summarize_filled(call, batch);
 }
 
 void Engine::summarize(char* kv, int64_t block_stride, const int32_t* blocks, int count) {
@@ -132,11 +134,11 @@ void Engine::summarize_page(char* block, int head, int page) {
   char* summaries = block + geometry_.kv_heads * layout.head_pages_bytes();
   char* summary = summaries + head * layout.head_summaries_bytes() + page * layout.coarse_bytes();
   if (layout.summary != Summary::split_codes) {
-    kernels_.summarize(content, summary, layout);
+    kernels_.summarize(content, summary, layout, nullptr);
     return;
   }
   alignas(64) char codes[kMaxCodeBytes];
-  kernels_.summarize(content, codes, layout);
+  kernels_.summarize(content, codes, layout, nullptr);
   char* fine = summaries + geometry_.kv_heads * layout.head_summaries_bytes() + head * layout.head_fine_bytes() +
                page * layout.fine_bytes();
   split_codes(codes, layout.head_dim, summary, fine);

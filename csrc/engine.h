@@ -32,6 +32,7 @@ struct Geometry {
   int kv_heads;
   float scale;
   int sliding_window = 0;  // the latest tokens that a row sees, its own included; 0: all of them
+  bool common_keys = false;  // key codes are of keys less what those of a stretch of pages have in common (common_keys.cpp)
   int group() const { return q_heads / kv_heads; }
   // Of a row at the end of so many tokens the first that it sees.
   int first_seen(int tokens) const { return sliding_window ? std::max(0, tokens - sliding_window) : 0; }
@@ -209,6 +210,10 @@ class Engine {
     int splits;
     int pages() const { return page_end - page_begin; }
   };
+  struct FilledPage {  // in a step
+    int request;
+    int page;  // of the sequence
+  };
   struct Item {  // decode row of one request, one KV head
     int request;
     int head;
@@ -301,6 +306,11 @@ class Engine {
 
   void append(const LayerCall& call, const Batch& batch);
   void summarize_page(char* block, int head, int page);
+  bool takes_common_keys() const { return geometry_.common_keys && geometry_.layout.summary == Summary::key_codes; }
+  bool common_key(const PageTable& table, int page, float* common) const;
+  void summarize_filled(const LayerCall& call, const Batch& batch);
+  void add_common(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count, float* scores,
+                  int64_t head_stride, int64_t row_stride) const;
   void attend_exact(const LayerCall& call, const Batch& batch);
   void run_row_block(const LayerCall& call, const Batch& batch, const RowBlock& block, int split);
   void attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection);
@@ -423,6 +433,7 @@ class Engine {
   ThreadPool& pool_;
   Stats stats_;
 
+  std::vector<FilledPage> filled_;
   std::vector<RowBlock> row_blocks_;
   std::vector<float> row_states_;
   std::vector<Item> items_;  // grows only; the first item_count_ are in use

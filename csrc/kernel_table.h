@@ -112,8 +112,8 @@ struct Kernels {
   // K and V of `count` tokens into one page from token `offset` on; strides in elements.
   void (*write_page)(char* page, int offset, int count, int head_dim, const void* key, int64_t key_stride,
                      const void* value, int64_t value_stride);
-  // Summary of a full page.
-  void (*summarize)(const char* page, char* out, const Layout& layout);
+  // Summary of a full page; key codes are of its keys less `common` [head_dim], null: nothing.
+  void (*summarize)(const char* page, char* out, const Layout& layout, const float* common);
   // Token `from_token` of page `from` to token `to_token` of page `to`, K and V.
   void (*copy_token)(char* to, int to_token, const char* from, int from_token, int head_dim);
   // Log-sum-exp of `count` scores and of `so_far` (-inf: nothing).
@@ -131,6 +131,8 @@ struct Kernels {
   // Of a full page's tokens: the squared norm of each key and value [16], and the sums of keys and values [head_dim].
   void (*page_norms)(const char* page, int head_dim, float* key_squares, float* value_squares, float* key_sum,
                      float* value_sum);
+  // The scaled product of a row with a vector [head_dim], from its operands of `score` by key codes.
+  float (*query_product)(const void* operands, const float* vector, int head_dim);
 };
 
 struct Isa {

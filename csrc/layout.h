@@ -9,7 +9,8 @@
 //   summary  minmax: [max: head_dim][min: head_dim]     cuboid_mean: [centre: head_dim]
 //            key_codes: whatever the dtype lines of 64 bytes [16 tokens][4 dims], a byte holding 8 / code_bits such dims from
 //            its lowest bits on, then the page's mean with four bits a dim, a byte a token, and two bf16: the units of
-//            these bytes and of the mean (CodeLayout)
+//            these bytes and of the mean, and last a byte: whether the codes are of keys less what they have in common
+//            (CodeLayout)
 //            split_codes: key codes of two bits in two parts, so that their signs can be read alone (split_codes.h)
 //            none: nothing
 // One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no horizontal sum.
@@ -28,6 +29,7 @@ enum class Summary : int { minmax = 0, cuboid_mean = 1, key_codes = 2, none = 3,
 inline constexpr int kMaxHeadDim = 512;
 inline constexpr int kMaxBlockPages = 8;  // of a logical block (Fluxion)
 inline constexpr int kCodeDims = 4;  // dims of one token that lie side by side
+inline constexpr int kCommonKeyPages = 32;  // from whose first what their keys have in common is taken
 
 inline constexpr int element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
@@ -38,9 +40,10 @@ struct CodeLayout {
   int64_t factors;  // [16 tokens] uint8
   int64_t units;    // bf16 of the factors, bf16 of the mean
   int64_t bytes;
+  int64_t less_common;  // the last byte, which nothing else takes: bytes - (units + 4) is a multiple of 4 and not 0
   CodeLayout(int head_dim, int code_bits)
       : lines((head_dim * code_bits + 31) / 32), mean(int64_t{64} * lines), factors(mean + head_dim / 2),
-        units(factors + kPageTokens), bytes((units + 4 + 63) / 64 * 64) {}
+        units(factors + kPageTokens), bytes((units + 4 + 63) / 64 * 64), less_common(bytes - 1) {}
 };
 
 struct Layout {

@@ -29,6 +29,7 @@ class Shape:
     block_tokens: int = 32
     summary: str = "minmax"
     code_bits: int = 2
+    common_keys: bool = False
     sliding_window: int = 0
     isa: str = "auto"
     num_threads: int = 1
@@ -94,6 +95,7 @@ class ServedLayer:
             scale=shape.scale,
             summary=shape.summary,
             code_bits=shape.code_bits,
+            common_keys=shape.common_keys,
             sliding_window=shape.sliding_window,
             isa=shape.isa,
             num_threads=shape.num_threads,

@@ -66,6 +66,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             refuse_beside_window(sliding_window, self._runtime.settings, vllm_config.kv_transfer_config)
         if sinks is not None:
             refuse_sinks(self._runtime.settings)
+        self._connected = vllm_config.kv_transfer_config is not None  # something else writes pages, too
         self._sinks_parameter = sinks
         self._sinks: Tensor | None = None  # its values, once they are loaded
         self.num_heads = num_heads
@@ -96,6 +97,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             block_tokens=block_tokens,
             scale=self.scale,
             sliding_window=self._sliding_window,
+            common_keys=not self._connected,
         )
         self._hgca = self._runtime.hgca_layer(self.attention)
 

@@ -67,7 +67,7 @@ class HostRuntime:
         self.cuda_layers: CudaLayers | None = None  # likewise, of a CUDA device
         self._hgca_layers: list[_native.HgcaLayer] = []
         self._predictor: tuple[_native.HeadPredictor, float] | None = None  # and the error that it was made for
-        self._attention: dict[tuple[torch.dtype, int, int, int, int, float, int], NativeAttention] = {}
+        self._attention: dict[tuple[torch.dtype, int, int, int, int, float, int, bool], NativeAttention] = {}
         self._layers = self._windowed = 0  # attention layers, and those of them with a sliding window
 
     def attention(
@@ -80,11 +80,16 @@ class HostRuntime:
         block_tokens: int,
         scale: float,
         sliding_window: int = 0,
+        common_keys: bool = True,
     ) -> NativeAttention:
-        """The kernel for one more layer of this shape; one with a sliding window keeps no summaries."""
+        """The kernel for one more layer of this shape; one with a sliding window keeps no summaries.
+
+        common_keys   of `NativeAttention`; only where every page is written by its `forward`
+        """
         self._layers += 1
         self._windowed += sliding_window > 0
-        shape = (dtype, num_q_heads, num_kv_heads, head_dim, block_tokens, scale, sliding_window)
+        common_keys &= self.settings.device == "none"
+        shape = (dtype, num_q_heads, num_kv_heads, head_dim, block_tokens, scale, sliding_window, common_keys)
         if shape not in self._attention:
             self._attention[shape] = NativeAttention(
                 dtype=dtype,
@@ -96,6 +101,7 @@ class HostRuntime:
                 summary="none" if sliding_window else self._summary(head_dim),
                 sliding_window=sliding_window,
                 code_bits=self.settings.page_code_bits,
+                common_keys=common_keys,
                 isa=self.settings.isa,
                 pool=self.pool,
             )

@@ -14,6 +14,10 @@ from torch import Tensor
 from vllm_hybrid_sparse.values import PAGE_TOKENS, fine_bytes, summary_bytes
 
 MEAN_LEVELS = 15
+COMMON_KEY_PAGES = 32
+"""Pages from whose first is taken what their keys have in common."""
+COMMON_KEY_RATIO = 5.0
+"""How long that must be beside the deviation of that page's keys to be taken out."""
 SIGN_FACTOR = 1 + 2 * math.exp(-0.5)
 """What the factor of an estimate by signs alone is to that by two bits. Elements beyond the root mean square count
 three times in the latter, and of normally distributed elements these are e^(-1/2) of the sum of lengths."""
@@ -54,6 +58,18 @@ def _splitmix64(index: int) -> int:
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
     return x ^ x >> 31
+
+
+def common_key(page: Tensor) -> Tensor | None:
+    """The mean of a page's keys, where it is more than `COMMON_KEY_RATIO` times as long as their deviation from it.
+
+    page   [16, head_dim]   the first of `COMMON_KEY_PAGES`, whose keys, less this vector, are encoded
+
+    Its product with a query belongs to every score of these pages.
+    """
+    mean = page.double().mean(dim=0)
+    deviation = (page.double() - mean).square().sum(dim=1).mean()
+    return mean.float() if mean.square().sum() > COMMON_KEY_RATIO**2 * deviation else None
 
 
 def encode_keys(keys: Tensor, bits: int) -> KeyCodes:

@@ -182,6 +182,7 @@ class NativeAttention:
         scale: float,
         summary: str = "minmax",
         code_bits: int = 2,
+        common_keys: bool = False,
         sliding_window: int = 0,
         isa: str = "auto",
         num_threads: int = 1,
@@ -189,6 +190,9 @@ class NativeAttention:
     ) -> None:
         """A kernel without a KV cache of its own; every argument is checked.
 
+        common_keys      take what the keys of 32 pages have in common out of their key codes, where it is long beside
+                         what tells them apart (`common_key` of kernels/key_codes/reference.py); all summaries are
+                         then made by `forward`
         sliding_window   tokens that a row attends to, its own included, and all of them, whatever the selection says;
                          0: no window
         """
@@ -231,7 +235,9 @@ class NativeAttention:
             code_bits,
         )
         self.summary = summary
-        self.engine = _native.Engine(self.layout, num_q_heads, num_kv_heads, scale, sliding_window, isa, self.pool)
+        self.engine = _native.Engine(
+            self.layout, num_q_heads, num_kv_heads, scale, sliding_window, common_keys, isa, self.pool
+        )
         self.isa: str = self.engine.isa
         self._block_bytes = num_kv_heads * self.layout.head_block_bytes
 
@@ -316,6 +322,8 @@ class NativeAttention:
 
     def summarize(self, kv_cache: Tensor, blocks: Tensor) -> None:
         """Summarise the pages of some blocks anew, after something else than `forward` has written their keys.
+
+        It does not know which sequences they are of, so nothing that keys have in common is taken out.
 
         kv_cache   as in `forward`
         blocks     [blocks] int32, on the CPU; what it gives to pages that are not full is not used

@@ -1,0 +1,91 @@
+// What the keys of a stretch of pages have in common is taken out of them before they are encoded, and its product with the query
+// added to their scores: softmax over a sequence does not see it, but bits a dim would be spent on it. Some models have keys that are
+// much longer than what tells them apart (a bias of k_proj: Qwen2, Qwen2.5), and a page's mean keeps four bits of each dim.
+//
+// It is the mean key of the stretch's first page, which is full before any other of the stretch, taken from the keys themselves
+// whenever it is needed: nothing is kept of it but a byte in each summary, and pages that requests share have it alike. Rotary
+// embeddings turn what is long (slow dims, mostly) little over a stretch.
+#include <algorithm>
+
+#include "engine.h"
+
+namespace hybrid_sparse {
+namespace {
+
+constexpr float kLeastRatio = 5.0f;   // of the mean's length to the deviation, from which on it is taken out
+constexpr int kSerialSummaries = 16;  // pages of heads below which handing out tasks costs more than summarising
+
+}  // namespace
+
+// The mean key of the first page of the stretch that `page` is in; false where it is not long enough to matter. The same
+// code for encoding and scoring, whatever the instruction set: both must agree.
+bool Engine::common_key(const PageTable& table, int page, float* common) const {
+  const Layout& layout = geometry_.layout;
+  const char* keys = table.page(page / kCommonKeyPages * kCommonKeyPages);
+  const int pack = layout.dtype == DType::bf16 ? 2 : 1;
+  alignas(64) float x[kPageTokens * 2];
+  double length = 0.0;
+  double deviation = 0.0;
+  for (int d = 0; d < layout.head_dim; d += pack) {
+    kernels_.to_float(keys + int64_t{d} * kPageTokens * element_bytes(layout.dtype), kPageTokens * pack, x);
+    for (int i = 0; i < pack; ++i) {
+      double sum = 0.0;
+      for (int t = 0; t < kPageTokens; ++t) sum += x[t * pack + i];
+      const double mean = sum / kPageTokens;
+      common[d + i] = static_cast<float>(mean);
+      length += mean * mean;
+      for (int t = 0; t < kPageTokens; ++t) deviation += (x[t * pack + i] - mean) * (x[t * pack + i] - mean) / kPageTokens;
+    }
+  }
+  return length > double{kLeastRatio} * kLeastRatio * deviation;
+}
+
+// Summarises the pages that the batch has filled, when all of its keys are stored: the first page of a stretch may be among them.
+void Engine::summarize_filled(const LayerCall& call, const Batch& batch) {
+  filled_.clear();
+  for (int r = 0; r < batch.requests; ++r) {
+    const int end = batch.query_start[r + 1];
+    for (int t = batch.query_start[r]; t < end; ++t) {
+      const int64_t slot = batch.slot_mapping[t];
+      if (slot >= 0 && slot % kPageTokens == kPageTokens - 1) filled_.push_back({r, (batch.seq_lens[r] - (end - t)) / kPageTokens});
+    }
+  }
+  auto summarize = [&](int i) {
+    const FilledPage& filled = filled_[i / geometry_.kv_heads];
+    const PageTable table = page_table(call, batch, filled.request, i % geometry_.kv_heads);
+    alignas(64) float common[kMaxHeadDim];
+    const bool less = common_key(table, filled.page, common);
+    kernels_.summarize(table.page(filled.page), table.summary(filled.page), geometry_.layout, less ? common : nullptr);
+  };
+  const int tasks = static_cast<int>(filled_.size()) * geometry_.kv_heads;
+  if (tasks > kSerialSummaries) return pool_.for_each(tasks, summarize);
+  for (int i = 0; i < tasks; ++i) summarize(i);
+}
+
+// Adds to the scores of pages the rows' products with what was taken out of their keys. Arguments as of `run_score`.
+void Engine::add_common(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count,
+                        float* scores, int64_t head_stride, int64_t row_stride) const {
+  const Layout& layout = geometry_.layout;
+  const int64_t less_common = CodeLayout(layout.head_dim, layout.code_bits).less_common;
+  alignas(64) float common[kMaxHeadDim];
+  for (int head = 0; head < heads; ++head) {
+    PageTable of_head = table;
+    of_head.base += head * layout.head_pages_bytes();
+    of_head.summaries += head * layout.head_summaries_bytes();
+    for (int first = page_begin; first < page_begin + count;) {
+      const int stretch = first / kCommonKeyPages * kCommonKeyPages;
+      const int end = std::min(page_begin + count, stretch + kCommonKeyPages);
+      if (of_head.summary(stretch)[less_common]) {
+        common_key(of_head, stretch, common);
+        for (int r = 0; r < rows; ++r) {
+          const float product = kernels_.query_product(queries[head * rows + r], common, layout.head_dim);
+          float* of_row = scores + head * head_stride + r * row_stride - page_begin;
+          for (int page = first; page < end; ++page) of_row[page] += product;
+        }
+      }
+      first = end;
+    }
+  }
+}
+
+}  // namespace hybrid_sparse

@@ -1,0 +1,116 @@
+"""Keys that are long beside what tells them apart, by a large bias: what they have in common is not encoded."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.served_layer import Request, ServedLayer, Shape
+from tests.kernels.step_checks import CODE_TIE
+from vllm_hybrid_sparse.kernels.key_codes.reference import COMMON_KEY_PAGES, common_key, encode_keys, estimate_weights
+from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import score_pages
+from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
+
+BIAS = 150.0  # of eight pairs of dims of KV head 0; KV head 1 has none. Its length is 424; Qwen2.5-7B has such layers
+QUERY_BIAS = 10.0  # the deviation of what queries have in these dims
+TURN = 2.4e-4  # of these pairs by rotary embeddings, radians a token: pair 58 of 64 at a base of 10,000
+TOPICS, TOPIC_TOKENS = 40, 32  # what keys are about, and for how many tokens
+STRETCH = 16 * COMMON_KEY_PAGES
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def biased(shape: Shape, tokens: int, first: int) -> Tensor:
+    """Queries, keys and values of some tokens from position `first` on."""
+    generator = torch.Generator().manual_seed(first)
+    width = shape.num_q_heads + 2 * shape.num_kv_heads
+    qkv = torch.randn(tokens, width, shape.head_dim, generator=generator)
+    about = torch.randint(TOPICS, (tokens // TOPIC_TOKENS + 1,), generator=generator).repeat_interleave(TOPIC_TOKENS)
+    qkv[:, shape.num_q_heads] += topics(shape)[about[:tokens]]
+    angles, half = TURN * torch.arange(first, first + tokens)[:, None], shape.head_dim // 2
+    qkv[:, shape.num_q_heads, half - 8 : half] += BIAS * angles.cos()
+    qkv[:, shape.num_q_heads, -8:] += BIAS * angles.sin()
+    return qkv
+
+
+def topics(shape: Shape) -> Tensor:
+    """A direction for each topic, [topics, head_dim]."""
+    return 1.5 * torch.randn(TOPICS, shape.head_dim, generator=torch.Generator().manual_seed(0))
+
+
+def served(shape: Shape, tokens: int) -> tuple[ServedLayer, Request]:
+    """A request in chunks and token by token."""
+    layer = ServedLayer(shape, num_blocks=(tokens + 200) // shape.block_tokens)
+    request = layer.start()
+    for count in (9, 700, 3, *([1] * 30), tokens - 742):
+        layer.step([(request, count)], tokens=biased(shape, count, len(request.key)))
+    return layer, request
+
+
+def expected_weights(query: Tensor, keys: Tensor, shape: Shape) -> Tensor:
+    """Of the pages of one KV head, stretch by stretch."""
+    weights = []
+    for begin in range(0, len(keys), STRETCH):
+        stretch = keys[begin : begin + STRETCH]
+        common = common_key(stretch[:16])
+        less = stretch.float() - (0.0 if common is None else common)
+        of_common = 0.0 if common is None else shape.scale * query.double() @ common.double()
+        estimated = estimate_weights(query, encode_keys(less, shape.code_bits), shape.scale)
+        weights.append(estimated + torch.as_tensor(of_common).reshape(-1, 1))
+    return torch.cat(weights, dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("code_bits", "threads"), [(1, 1), (2, 3)])
+def test_scores_are_those_of_keys_less_what_they_have_in_common(
+    isa: str, dtype: torch.dtype, code_bits: int, threads: int
+) -> None:
+    shape = Shape(num_q_heads=6, dtype=dtype, summary="key_codes", code_bits=code_bits, isa=isa, num_threads=threads)
+    shape = replace(shape, common_keys=True)
+    layer, request = served(shape, 1710)
+    query = layer.random(6, 64)
+    table = torch.tensor(request.blocks, dtype=torch.int32)
+    assert [common_key(request.key[:16, head]) is None for head in (0, 1)] == [False, True]
+    for first, end in ((0, 106), (7, 9), (30, 70)):
+        scores = score_pages(layer.attention, query, layer.kv_cache, table, first, end)
+        for kv_head in (0, 1):
+            heads = slice(3 * kv_head, 3 * kv_head + 3)
+            expected = expected_weights(query[heads], request.key[: 16 * 106, kv_head], shape)[:, first:end]
+            torch.testing.assert_close(scores[heads].double(), expected, rtol=1e-5, atol=CODE_TIE)
+
+
+def kept(common_keys: bool) -> Tensor:
+    """Share of its attention weight that a decode step at 0.95 reads, [steps, heads of KV head 0]."""
+    shape = Shape(num_q_heads=6, head_dim=128, scale=128**-0.5, summary="key_codes", common_keys=common_keys)
+    layer, request = served(shape, 4000)
+    retained = RetainedSet(sink_tokens=16, window_tokens=32)
+    selection = SelectionSpec(ranked=True, threshold=0.95, estimated_remainder=True)
+    shares = []
+    for index in range(6):
+        tokens = biased(shape, 1, len(request.key))
+        tokens[:, :6] = layer.random(1, 6, 128) + 2 * topics(shape)[6 * index : 6 * index + 6]
+        tokens[:, :6, 56:64] += QUERY_BIAS * layer.random(8)
+        tokens[:, :6, -8:] += QUERY_BIAS * layer.random(8)
+        step = layer.step([(request, 1)], tokens=tokens, selection=selection, retained=retained)
+        pages = [*layer.attention.last_plan(0, 0), *retained.retained_pages(len(request.key))]
+        weights = (shape.scale * step.query[0, :3].float() @ request.key[:, 0].float().T).softmax(dim=1)
+        by_page = torch.nn.functional.pad(weights, (0, -weights.shape[1] % 16)).unflatten(1, (-1, 16)).sum(dim=2)
+        shares.append(by_page[:, pages].sum(dim=1))
+    return torch.stack(shares)
+
+
+def test_a_threshold_keeps_its_promise_for_long_keys() -> None:
+    assert kept(common_keys=True).min() > 0.9
+    assert kept(common_keys=False).min() < 0.5, "the case is not tested"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_changes_where_keys_have_little_in_common(dtype: torch.dtype) -> None:
+    caches = []
+    for common_keys in (True, False):
+        layer = ServedLayer(Shape(dtype=dtype, summary="key_codes", common_keys=common_keys), num_blocks=60, seed=3)
+        request = layer.start()
+        for tokens in (900, 1, 1, 300):
+            layer.step([(request, tokens)], key_offset=1.0)
+        caches.append(layer.kv_cache)
+    assert torch.equal(*caches)
