@@ -11,7 +11,8 @@ summaries of all heads, and reads them in one piece.
     summary  minmax: [max: head_dim][min: head_dim]       cuboid_mean: [centre: head_dim]
              key_codes, whatever the dtype: lines of [16 tokens][4 dims] bytes, each with 8 / code_bits such dims from
              its lowest bits on, [head_dim / 2] bytes with the mean, [16 tokens] bytes, bf16 unit of these bytes, bf16
-             unit of the mean, zeros (kernels/key_codes)
+             unit of the mean, zeros, and a byte that is 1 where what keys have in common was taken out
+             (kernels/key_codes)
              split_codes: key codes of two bits in two parts. Coarse part: what codes of one bit are, with the higher
              bits, which are signs, and a unit of the factors for these; the factors' own unit where zeros would begin.
              Fine part: the lower bits, in lines as those of the signs (csrc/split_codes.h)
