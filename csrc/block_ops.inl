@@ -76,8 +76,7 @@ static inline void load_pair(const char* p, vf& first, vf& second) {
 }
 
 template <class T>
-static void page_norms(const char* page, int head_dim, float* key_squares, float* value_squares, float* key_sum,
-                       float* value_sum) {
+static void key_norms(const char* page, int head_dim, float* key_squares, float* key_sum) {
   constexpr int64_t kRegisterBytes = 16 * T::pack * sizeof(typename T::Element);
   vf squares = zero();
   for (int d = 0; d < head_dim; d += T::pack) {
@@ -89,6 +88,13 @@ static void page_norms(const char* page, int head_dim, float* key_squares, float
     }
   }
   store(key_squares, squares);
+}
+
+template <class T>
+static void page_norms(const char* page, int head_dim, float* key_squares, float* value_squares, float* key_sum,
+                       float* value_sum) {
+  constexpr int64_t kRegisterBytes = 16 * T::pack * sizeof(typename T::Element);
+  key_norms<T>(page, head_dim, key_squares, key_sum);
   const char* values = page + int64_t{kPageTokens} * head_dim * sizeof(typename T::Element);
   for (int d = 0; d < head_dim; d += 16) store(value_sum + d, zero());
   for (int t = 0; t < kPageTokens; t += T::pack) {

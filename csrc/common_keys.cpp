@@ -17,27 +17,19 @@ constexpr int kSerialSummaries = 16;  // pages of heads below which handing out 
 
 }  // namespace
 
-// The mean key of the first page of the stretch that `page` is in; false where it is not long enough to matter. The same
-// code for encoding and scoring, whatever the instruction set: both must agree.
+// The mean key of the first page of the stretch that `page` is in; false where it is not long enough to matter.
 bool Engine::common_key(const PageTable& table, int page, float* common) const {
-  const Layout& layout = geometry_.layout;
-  const char* keys = table.page(page / kCommonKeyPages * kCommonKeyPages);
-  const int pack = layout.dtype == DType::bf16 ? 2 : 1;
-  alignas(64) float x[kPageTokens * 2];
-  double length = 0.0;
-  double deviation = 0.0;
-  for (int d = 0; d < layout.head_dim; d += pack) {
-    kernels_.to_float(keys + int64_t{d} * kPageTokens * element_bytes(layout.dtype), kPageTokens * pack, x);
-    for (int i = 0; i < pack; ++i) {
-      double sum = 0.0;
-      for (int t = 0; t < kPageTokens; ++t) sum += x[t * pack + i];
-      const double mean = sum / kPageTokens;
-      common[d + i] = static_cast<float>(mean);
-      length += mean * mean;
-      for (int t = 0; t < kPageTokens; ++t) deviation += (x[t * pack + i] - mean) * (x[t * pack + i] - mean) / kPageTokens;
-    }
+  alignas(64) float squares[kPageTokens];
+  const int head_dim = geometry_.layout.head_dim;
+  kernels_.key_norms(table.page(page / kCommonKeyPages * kCommonKeyPages), head_dim, squares, common);
+  double squared = 0.0;  // of a key, on average
+  for (const float square : squares) squared += square / kPageTokens;
+  double length = 0.0;  // squared, too
+  for (int d = 0; d < head_dim; ++d) {
+    common[d] *= 1.0f / kPageTokens;
+    length += double{common[d]} * common[d];
   }
-  return length > double{kLeastRatio} * kLeastRatio * deviation;
+  return length > double{kLeastRatio} * kLeastRatio * (squared - length);
 }
 
 // Summarises the pages that the batch has filled, when all of its keys are stored: the first page of a stretch may be among them.

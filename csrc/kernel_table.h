@@ -128,6 +128,8 @@ struct Kernels {
   void (*dense_layer)(const DenseArgs& args);
   // `count` elements, a multiple of 16, as floats.
   void (*to_float)(const void* in, int count, float* out);
+  // Of a full page's keys: the squared norm of each [16], and their sum [head_dim].
+  void (*key_norms)(const char* page, int head_dim, float* key_squares, float* key_sum);
   // Of a full page's tokens: the squared norm of each key and value [16], and the sums of keys and values [head_dim].
   void (*page_norms)(const char* page, int head_dim, float* key_squares, float* value_squares, float* key_sum,
                      float* value_sum);

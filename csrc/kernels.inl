@@ -13,4 +13,4 @@ inline constexpr Kernels kKernels = {
     query_bytes<T>, prepare_query<T>, summary_query_bytes<T>, prepare_summary_query<T>, attend<T, false>, attend<T, true>,
     score<T>,       group_scores,     bucket_scores,          take_near,                write_page<T>,    summarize<T>,
     copy_token<T>,  log_sum_exp,      blend_weights,          store_row<T>,             stream,           score_blocks<T>,
-    dense_layer,    to_float<T>,      page_norms<T>,          query_product};
+    dense_layer,    to_float<T>,      key_norms<T>,           page_norms<T>,    query_product};
