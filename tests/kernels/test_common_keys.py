@@ -1,6 +1,6 @@
 """Keys that are long beside what tells them apart, by a large bias: what they have in common is not encoded."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -65,8 +65,8 @@ def expected_weights(query: Tensor, keys: Tensor, shape: Shape) -> Tensor:
 def test_scores_are_those_of_keys_less_what_they_have_in_common(
     isa: str, dtype: torch.dtype, code_bits: int, threads: int
 ) -> None:
-    shape = Shape(num_q_heads=6, dtype=dtype, summary="key_codes", code_bits=code_bits, isa=isa, num_threads=threads)
-    shape = replace(shape, common_keys=True)
+    codes: dict[str, Any] = {"summary": "key_codes", "code_bits": code_bits, "common_keys": True}
+    shape = Shape(num_q_heads=6, dtype=dtype, isa=isa, num_threads=threads, **codes)
     layer, request = served(shape, 1710)
     query = layer.random(6, 64)
     table = torch.tensor(request.blocks, dtype=torch.int32)

@@ -69,14 +69,16 @@ def results(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("alone", "drafting", "preempts"), [("stock", "progressive, drafts", True), ("few", "few, drafts", False)]
+    ("undrafted", "drafting", "preempts"), [("stock", "progressive, drafts", True), ("few", "few, drafts", False)]
 )
-def test_drafts_change_no_answer(results: dict[str, dict[str, Any]], alone: str, drafting: str, preempts: bool) -> None:
+def test_drafts_change_no_answer(
+    results: dict[str, dict[str, Any]], undrafted: str, drafting: str, preempts: bool
+) -> None:
     found = answers_of(results[drafting])
     drafted, accepted, preempted = results[drafting]["counters"]
     assert 30 < accepted < drafted - 10, "next to nothing was accepted, or taken back: the case is not tested"
     assert (preempted > 0) == preempts
-    assert not differences(answers_of(results[alone]), found)
+    assert not differences(answers_of(results[undrafted]), found)
 
 
 def test_few_pages_answer_otherwise(results: dict[str, dict[str, Any]]) -> None:
