@@ -167,14 +167,15 @@ class KeptMass:
 
     def oracle_deciles(self) -> list[list[float]]:
         """Pages that the oracle needs, as shares of the candidates: [layers][11], from the least to the most of all
-        steps and KV heads of a layer (PSA, figure 2). Empty where nothing was recorded.
+        steps and KV heads of a layer (PSA, figure 2). Empty where nothing was recorded, as of layers with a window.
         """
         if not self.place:
             return []
         layer = np.array(self.place)[:, 0]
         needed = np.array(self.oracle) / np.maximum(self.candidates, 1)
         tenths = np.linspace(0, 1, 11)
-        return [np.quantile(needed[layer == one], tenths).round(5).tolist() for one in range(int(layer.max()) + 1)]
+        by_layer = [needed[layer == one] for one in range(int(layer.max()) + 1)]
+        return [np.quantile(records, tenths).round(5).tolist() if records.size else [] for records in by_layer]
 
 
 def _ratio(part: list[int], whole: list[int]) -> float:

@@ -96,12 +96,11 @@ def main() -> None:
         parser.error(str(error))
     options.model = options.model or model_dir()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
-    token_ids = AutoTokenizer.from_pretrained(options.model)(
-        options.text.read_text(encoding="utf-8"), return_tensors="pt"
-    )
-    windows = list(token_ids.input_ids[0].split(options.tokens)[: options.windows])
-    if len(windows) < options.windows or len(windows[-1]) < options.tokens:
-        parser.error(f"--windows={options.windows}: the text has {token_ids.input_ids.numel()} tokens")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    token_ids = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    windows = split_windows(token_ids, tokenizer.bos_token_id, options.tokens)[: options.windows]
+    if len(windows) < options.windows:
+        parser.error(f"--windows={options.windows}: the text has {len(token_ids)} tokens")
 
     summaries = summarise(run(model, windows, kept, options))
     rows = {str(summary["selection"]): summary for summary in summaries}
@@ -111,6 +110,18 @@ def main() -> None:
         {"text": options.text.name, "windows": options.windows, "size": size, "dtype": options.dtype, "rows": rows},
     )
     print(table(rows))
+
+
+def split_windows(token_ids: torch.Tensor, begin: int | None, tokens: int) -> list[torch.Tensor]:
+    """Whole windows that follow one another, each beginning with `begin` if the text does.
+
+    token_ids   [tokens of the text] int64, as the tokenizer gives them
+    begin       the tokenizer's token for the beginning of a sequence; None: it has none
+    tokens      of a window
+    """
+    first = token_ids[:1] if begin is not None and token_ids[0] == begin else token_ids[:0]
+    text = token_ids[len(first) :].split(tokens - len(first))
+    return [torch.cat((first, part)) for part in text if len(part) == tokens - len(first)]
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:

@@ -15,6 +15,7 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -185,8 +186,11 @@ def test_bad_input_is_refused_with_its_rule(
     short.write_text("Too short.")
     taken = tmp_path / "taken"
     taken.write_text("a file where the work folder should be")
+    windowed = tmp_path / "windowed"
+    MistralConfig(num_hidden_layers=2, sliding_window=64).save_pretrained(windowed)
     for given, said in (
         (arguments(missing, text, out), f"model={missing}: must be the folder or the name of a Transformers"),
+        (arguments(windowed, text, out), f"model={windowed}: 2 of its layers have a sliding window"),
         (arguments(model_folder, missing, out), f"texts={missing}: no such file"),
         (arguments(model_folder, binary, out), f"texts={binary}: must be UTF-8 text"),
         (arguments(model_folder, short, out), f"texts={short}: has 10 tokens, must have 900 after the first 0"),

@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -236,15 +238,70 @@ def test_a_model_that_attends_by_code_of_its_own_is_refused() -> None:
         pass
 
 
-def test_a_model_with_a_window_is_refused() -> None:
+def tiny_gemma3(layers: tuple[str, ...]) -> PreTrainedModel:
+    """Of a window of 64 tokens in the layers that are `sliding_attention`."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=len(layers),
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        sliding_window=64,
+        layer_types=list(layers),
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+    )
+    return Gemma3ForCausalLM(config).eval()
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize("layers", [(SLIDING, FULL, SLIDING, FULL), (FULL, SLIDING), (SLIDING, SLIDING)])
+@pytest.mark.parametrize("rows", [1, 40, 200])
+def test_layers_with_a_window_see_it_whole(layers: tuple[str, ...], rows: int) -> None:
+    model, ids = tiny_gemma3(layers), prompt()
+    with torch.no_grad():
+        expected = model(ids).logits[:, -rows:]
+        assert not torch.allclose(expected, tiny_gemma3((FULL,) * len(layers))(ids).logits[:, -rows:], atol=1e-2)
+        with SparseSession(model, HybridSparseConfig(policy="dense"), max_tokens=1024) as session:
+            cache = model(ids[:, :-rows]).past_key_values
+            with session.row_by_row():
+                given = model(ids[:, -rows:], past_key_values=cache).logits
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_beside_layers_with_a_window_the_others_are_read_sparsely() -> None:
+    model, seen = tiny_gemma3((SLIDING, FULL, SLIDING, FULL)), list[DecodeStep]()
+    settings = HybridSparseConfig(policy="topk", topk_pages=3)
+    with SparseSession(model, settings, max_tokens=1024, watch=seen.append) as session:
+        answer(model, prompt())
+        stats = session.take_stats()
+    assert [step.layer for step in seen] == [1, 3] * (NEW_TOKENS - 1)
+    assert all(len(plan) == 3 for step in seen for plan in step.plans)
+    assert stats.rows == NEW_TOKENS - 1
+    assert stats.selections == 2 * stats.rows
+
+
+@pytest.mark.parametrize("policy", ["hgca", "fluxion"])
+def test_policies_with_state_of_requests_are_refused_beside_windows(policy: str) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = MistralConfig(vocab_size=128, num_key_value_heads=2, sliding_window=64, **sizes)
-    model = MistralForCausalLM(config).eval()
+    mistral = MistralForCausalLM(MistralConfig(vocab_size=128, num_key_value_heads=2, sliding_window=64, **sizes))
+    for model in (tiny_gemma3((SLIDING, FULL)), mistral):
+        with pytest.raises(ConfigError, match=f"policy='{policy}': not supported beside layers with a sliding window"):
+            SparseSession(model, HybridSparseConfig(policy=policy), max_tokens=64)
+
+
+def test_sequences_side_by_side_are_refused() -> None:
+    model, half = tiny_llama(), torch.arange(PROMPT_TOKENS // 2)
     with (
         SparseSession(model, HybridSparseConfig(), max_tokens=1024),
         pytest.raises(ConfigError, match="must be causal over one whole sequence"),
     ):
-        model(prompt())
+        model(prompt(), position_ids=torch.cat((half, half))[None], use_cache=False)
 
 
 def test_a_cache_of_another_sequence_is_not_taken_for_the_stored_one() -> None:

@@ -21,7 +21,7 @@ from vllm_hybrid_sparse.cli.model_digest import model_digest
 from vllm_hybrid_sparse.cli.output_file import writable
 from vllm_hybrid_sparse.cli.progress import Progress
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.hf.shape import model_shape
+from vllm_hybrid_sparse.hf.shape import model_shape, windowed_layers
 from vllm_hybrid_sparse.predictor.features import FEATURE_VERSION
 from vllm_hybrid_sparse.predictor.model import PARAMETERS, ModelShape, PredictorOrigin
 from vllm_hybrid_sparse.predictor.samples import Samples
@@ -141,6 +141,11 @@ def _model_config(options: CalibrationOptions) -> PretrainedConfig:
             f"model={options.model}: must be the folder or the name of a Transformers causal language model "
             f"({str(error).partition(chr(10))[0]})"
         ) from error
+    if windowed := windowed_layers(config):
+        raise ConfigError(
+            f"model={options.model}: {windowed} of its layers have a sliding window, which policy fluxion is not "
+            "served beside"
+        )
     longest = getattr(config, "max_position_embeddings", None)
     if longest and options.tokens > longest:
         raise ConfigError(f"tokens={options.tokens}: must be at most {longest}, the longest sequence of the model")

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from vllm_hybrid_sparse.errors import ConfigError
 
@@ -19,12 +20,14 @@ Attend = Callable[..., tuple[Tensor, None]]
 def attention_implementation(model: PreTrainedModel, name: str, attend: Attend) -> Iterator[None]:
     """Have the model attend by `attend`, registered under `name`; its implementation before comes back at the end.
 
-    No mask is built: one unpadded sequence is causal, and padding raises ConfigError, as does a model that attends by
-    code of its own. The name stays registered, so `attend` must refuse calls that come outside of the context.
+    Layers with a sliding window attend by Transformers' own scaled_dot_product_attention instead. For the others no
+    mask is built: one unpadded sequence is causal. Padding raises ConfigError, and so do soft-capped scores, learned
+    sinks, and a model that attends by code of its own. The name stays registered, so `attend` must refuse calls that
+    come outside of the context.
     """
     before = model.config._attn_implementation
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, _no_mask)
+    AttentionInterface.register(name, _beside_windows(attend))
+    AttentionMaskInterface.register(name, _window_mask)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:  # Transformers only logs that it leaves things as they are
         raise ConfigError(f"model={type(model).__name__}: must attend through Transformers' AttentionInterface")
@@ -80,14 +83,50 @@ class AttentionSession:
             self._row_by_row = False
 
 
-def _no_mask(
-    *_: Any,
+def _beside_windows(attend: Attend) -> Attend:
+    """`attend` for layers without a sliding window, Transformers' attention for those that have one."""
+
+    def attended(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        sliding_window: int | None = None,
+        **extra: Any,
+    ) -> tuple[Tensor, None]:
+        for name in ("softcap", "s_aux"):
+            if extra.get(name) is not None:
+                raise ConfigError(f"{name}={extra[name]}: must be none")
+        if sliding_window is None:
+            return attend(module, query, key, value, attention_mask, **extra)
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **extra)
+        return output, None
+
+    return attended
+
+
+def _window_mask(
+    *,
     attention_mask: Tensor | None = None,
     mask_function: Callable[..., Any] = causal_mask_function,
-    **__: Any,
-) -> None:
-    """What stands in for a mask; attention_mask [1, tokens], 0 where a token is padding."""
-    if mask_function is not causal_mask_function:  # of a window, of chunks, of sequences side by side, of a prefix
-        raise ConfigError("attention_mask: must be causal over one whole sequence, and the model's is not")
+    local_size: int | None = None,
+    **rest: Any,
+) -> Tensor | None:
+    """The mask of layers with a sliding window, as Transformers makes it; None for layers without one.
+
+    attention_mask   [1, tokens], 0 where a token is padding
+    local_size       tokens of the window, or of a chunk: layers that attend in chunks are refused when they come
+    returns          [1, 1, new tokens, tokens] bool, True where a token is seen; None: all that came before
+    """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ConfigError("attention_mask: must be all ones, since padding is not supported; leave it out")
+    if mask_function is causal_mask_function:
+        return None
+    if local_size is None:  # of sequences side by side, or of a prefix
+        raise ConfigError("attention_mask: must be causal over one whole sequence, and the model's is not")
+    mask: Tensor | None = sdpa_mask(
+        attention_mask=attention_mask, mask_function=mask_function, local_size=local_size, **rest
+    )
+    return mask

@@ -21,7 +21,7 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
 from vllm_hybrid_sparse.hf.implementation import AttentionSession
-from vllm_hybrid_sparse.hf.shape import model_shape
+from vllm_hybrid_sparse.hf.shape import model_shape, windowed_layers
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import score_pages
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.metrics import DecodeStats
@@ -66,9 +66,11 @@ class SparseSession(AttentionSession):
     max_tokens   the longest sequence; its memory is taken layer by layer at the first call
     watch        called after every decode row of every layer
 
+    Layers with a sliding window are not ours: they attend to all of it, by Transformers, and are not counted.
+
     Raises ConfigError for what the kernels cannot serve: batches of more than one sequence, padding and masks, another
-    device than the CPU, sliding-window layers, a sequence beyond max_tokens, with policy fluxion a model without a
-    predictor.
+    device than the CPU, sliding windows beside policies hgca and fluxion, a sequence beyond max_tokens, with policy
+    fluxion a model without a predictor.
     """
 
     def __init__(
@@ -89,8 +91,11 @@ class SparseSession(AttentionSession):
             )
         super().__init__(model, IMPLEMENTATION, _attend)
         self.runtime = HostRuntime(settings)
+        config = model.config.get_text_config()
+        if self.runtime.keeps_request_state and windowed_layers(config):
+            raise ConfigError(f"policy={settings.policy!r}: not supported beside layers with a sliding window")
         if settings.prediction is not None:
-            self.runtime.use_model(model_shape(model.config.get_text_config()))
+            self.runtime.use_model(model_shape(config))
         self._blocks = math.ceil(max_tokens / _BLOCK_TOKENS)
         self._max_tokens = max_tokens
         self._watch = watch
@@ -255,7 +260,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **extra: Any,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention as Transformers calls it: [batch, heads, tokens, head_dim], the query's tokens the new ones."""
     session = SparseSession.entered(IMPLEMENTATION)
@@ -267,11 +272,6 @@ def _attend(
         raise ConfigError(f"attention_mask of shape {tuple(attention_mask.shape)}: must be none; a sequence is causal")
     if query.device.type != "cpu":
         raise ConfigError(f"device={query.device}: must be cpu")
-    if extra.get("sliding_window"):
-        raise ConfigError(f"sliding_window={extra['sliding_window']}: must be none")
-    for name in ("softcap", "s_aux"):
-        if extra.get(name) is not None:
-            raise ConfigError(f"{name}={extra[name]}: must be none")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output = session.attend(module.layer_idx, query[0], key[0], value[0], scale)
     return output[None], None

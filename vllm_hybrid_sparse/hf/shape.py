@@ -1,4 +1,4 @@
-"""The shape of a Transformers model, to which a predictor is tied."""
+"""What a Transformers configuration says of a model's attention."""
 
 from transformers import PretrainedConfig
 
@@ -14,3 +14,11 @@ def model_shape(config: PretrainedConfig) -> ModelShape:
         kv_heads=getattr(config, "num_key_value_heads", None) or query_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
     )
+
+
+def windowed_layers(config: PretrainedConfig) -> int:
+    """How many layers have a sliding window, by a Transformers configuration of the language model itself."""
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return kinds.count("sliding_attention")
+    return config.num_hidden_layers if getattr(config, "sliding_window", None) else 0
