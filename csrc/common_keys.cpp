@@ -12,8 +12,7 @@
 namespace hybrid_sparse {
 namespace {
 
-constexpr float kLeastRatio = 5.0f;   // of the mean's length to the deviation, from which on it is taken out
-constexpr int kSerialSummaries = 16;  // pages of heads below which handing out tasks costs more than summarising
+constexpr float kLeastRatio = 5.0f;  // of the mean's length to the deviation, from which on it is taken out
 
 }  // namespace
 
@@ -30,28 +29,6 @@ bool Engine::common_key(const PageTable& table, int page, float* common) const {
     length += double{common[d]} * common[d];
   }
   return length > double{kLeastRatio} * kLeastRatio * (squared - length);
-}
-
-// Summarises the pages that the batch has filled, when all of its keys are stored: the first page of a stretch may be among them.
-void Engine::summarize_filled(const LayerCall& call, const Batch& batch) {
-  filled_.clear();
-  for (int r = 0; r < batch.requests; ++r) {
-    const int end = batch.query_start[r + 1];
-    for (int t = batch.query_start[r]; t < end; ++t) {
-      const int64_t slot = batch.slot_mapping[t];
-      if (slot >= 0 && slot % kPageTokens == kPageTokens - 1) filled_.push_back({r, (batch.seq_lens[r] - (end - t)) / kPageTokens});
-    }
-  }
-  auto summarize = [&](int i) {
-    const FilledPage& filled = filled_[i / geometry_.kv_heads];
-    const PageTable table = page_table(call, batch, filled.request, i % geometry_.kv_heads);
-    alignas(64) float common[kMaxHeadDim];
-    const bool less = common_key(table, filled.page, common);
-    kernels_.summarize(table.page(filled.page), table.summary(filled.page), geometry_.layout, less ? common : nullptr);
-  };
-  const int tasks = static_cast<int>(filled_.size()) * geometry_.kv_heads;
-  if (tasks > kSerialSummaries) return pool_.for_each(tasks, summarize);
-  for (int i = 0; i < tasks; ++i) summarize(i);
 }
 
 // Adds to the scores of pages the rows' products with what was taken out of their keys. Arguments as of `run_score`.

@@ -5,8 +5,6 @@
 #include <cmath>
 #include <limits>
 
-#include "split_codes.h"
-
 namespace hybrid_sparse {
 namespace {
 
@@ -36,7 +34,10 @@ Engine::Engine(const Geometry& geometry, const Isa& isa, ThreadPool& pool)
 void Engine::forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca,
                      FluxionLayer* fluxion) {
   pool_.session([&] {
-    if (call.key) append(call, batch);
+    if (call.key) {
+      append(call, batch);
+      summarize_filled(call, batch);
+    }
     attend_exact(call, batch);
     if (hgca) {
       attend_hgca(call, batch, *hgca);
@@ -71,7 +72,7 @@ const char* Engine::query_row(const LayerCall& call, int token, int q_head) cons
   return call.query + element * element_bytes(geometry_.layout.dtype);
 }
 
-// Writes the batch's keys and values where slot_mapping says, a page at a time, and summarises each page it fills.
+// Writes the batch's keys and values where slot_mapping says, a page at a time.
 void Engine::append(const LayerCall& call, const Batch& batch) {
   const Layout& layout = geometry_.layout;
   const int tokens = batch.query_start[batch.requests];
@@ -92,13 +93,11 @@ void Engine::append(const LayerCall& call, const Batch& batch) {
       const int64_t column = int64_t{head} * layout.head_dim;
       kernels_.write_page(target, offset, count, layout.head_dim, call.key + (t * call.key_stride + column) * bytes,
                           call.key_stride, call.value + (t * call.value_stride + column) * bytes, call.value_stride);
-      if (offset + count == kPageTokens && !takes_common_keys()) summarize_page(block, head, page);
       t += count;
     }
   };
   if (tokens * geometry_.kv_heads <= kSerialAppendRows) {
     for (int head = 0; head < geometry_.kv_heads; ++head) write(head, 0, tokens);
-    if (takes_common_keys()) summarize_filled(call, batch);
     return;
   }
   // A task must not share a page with another: cut where a token starts a page or does not follow its predecessor.
@@ -113,35 +112,6 @@ void Engine::append(const LayerCall& call, const Batch& batch) {
   const int chunks = static_cast<int>(cuts.size()) - 1;
   pool_.for_each(chunks * geometry_.kv_heads,
                  [&](int i) { write(i / chunks, cuts[i % chunks], cuts[i % chunks + 1]); });
-  if (takes_common_keys()) summarize_filled(call, batch);
-}
-
-void Engine::summarize(char* kv, int64_t block_stride, const int32_t* blocks, int count) {
-  const Layout& layout = geometry_.layout;
-  pool_.session([&] {
-    pool_.for_each(count * geometry_.kv_heads, [&](int i) {
-      char* block = kv + blocks[i / geometry_.kv_heads] * block_stride;
-      const int head = i % geometry_.kv_heads;
-      for (int page = 0; page < layout.pages_per_block(); ++page) summarize_page(block, head, page);
-    });
-  });
-}
-
-void Engine::summarize_page(char* block, int head, int page) {
-  const Layout& layout = geometry_.layout;
-  if (layout.summary == Summary::none) return;
-  const char* content = block + head * layout.head_pages_bytes() + page * layout.page_bytes();
-  char* summaries = block + geometry_.kv_heads * layout.head_pages_bytes();
-  char* summary = summaries + head * layout.head_summaries_bytes() + page * layout.coarse_bytes();
-  if (layout.summary != Summary::split_codes) {
-    kernels_.summarize(content, summary, layout, nullptr);
-    return;
-  }
-  alignas(64) char codes[kMaxCodeBytes];
-  kernels_.summarize(content, codes, layout, nullptr);
-  char* fine = summaries + geometry_.kv_heads * layout.head_summaries_bytes() + head * layout.head_fine_bytes() +
-               page * layout.fine_bytes();
-  split_codes(codes, layout.head_dim, summary, fine);
 }
 
 // Prefill: every row attends to all tokens up to its own.

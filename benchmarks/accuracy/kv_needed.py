@@ -155,6 +155,8 @@ def oracle_figures(summaries: Sequence[Summary]) -> dict[str, Figure]:
         figure, axes = plt.subplots(figsize=(5.5, 4), layout="constrained")
         layers, colour = row["oracle_deciles"], plt.colormaps["viridis"]
         for layer, deciles in enumerate(layers):
+            if not deciles:  # it has a sliding window
+                continue
             axes.plot(100 * np.array(deciles), np.linspace(0, 100, 11), color=colour(layer / len(layers)))
         axes.set(
             xlabel=f"candidate pages that an oracle needs for {PROMISE} of the weight, %",

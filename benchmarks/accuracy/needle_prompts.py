@@ -46,11 +46,13 @@ def make_needle_prompt(
     fact_ids = tokenizer.encode(f"\n\n{fact.sentence}\n\n", add_special_tokens=False).ids
     question_ids = tokenizer.encode(fact.question, add_special_tokens=False).ids
     text_ids = tokenizer.encode(_text(text_path, rng.randrange(2**31)), add_special_tokens=False).ids
-    text_tokens = context_tokens - len(fact_ids) - len(question_ids)
+    begin_ids = tokenizer.encode("").ids  # what the tokenizer puts before every sequence
+    text_tokens = context_tokens - len(begin_ids) - len(fact_ids) - len(question_ids)
     if text_tokens > len(text_ids):
         raise ValueError(f"context_tokens={context_tokens}: the text has only {len(text_ids)} tokens")
     place = round(depth * text_tokens)
-    return NeedlePrompt((*text_ids[:place], *fact_ids, *text_ids[place:text_tokens], *question_ids), depth, fact)
+    hidden_ids = (*text_ids[:place], *fact_ids, *text_ids[place:text_tokens])
+    return NeedlePrompt((*begin_ids, *hidden_ids, *question_ids), depth, fact)
 
 
 def make_needle_prompts(

@@ -111,7 +111,8 @@ def _means(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
         }
     deciles = [row["oracle_deciles"] for row in rows if row.get("oracle_deciles")]
     if deciles:
-        means["oracle_deciles"] = np.mean(deciles, axis=0).round(4).tolist()
+        by_layer = zip(*deciles, strict=True)
+        means["oracle_deciles"] = [np.mean(layer, axis=0).round(4).tolist() if layer[0] else [] for layer in by_layer]
     return {"prompts": len(rows), "commits": sorted({str(row["commit"]) for row in rows}), **means}
 
 

@@ -89,6 +89,12 @@ def test_deciles_of_a_layer_are_those_of_its_steps_and_heads() -> None:
     assert KeptMass(RETAINED, 0.95).oracle_deciles() == []
 
 
+def test_a_layer_of_which_nothing_was_recorded_has_no_deciles() -> None:
+    record = KeptMass(RETAINED, 0.95)
+    record.watch([dataclasses.replace(make_step(130, [[], []]), layer=2)])
+    assert [len(layer) for layer in record.oracle_deciles()] == [0, 0, 11]
+
+
 def test_a_promise_that_nothing_keeps_needs_all_candidates() -> None:
     record = KeptMass(RETAINED, 1.01)
     record.watch([make_step(130, [[], []])])

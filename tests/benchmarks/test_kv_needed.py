@@ -73,7 +73,7 @@ def test_all_settings_of_the_families_can_be_run_by_one_name() -> None:
 
 
 def test_one_command_draws_both_figures_from_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    deciles = [[place / 100 for place in range(11)]]
+    deciles = [[], [place / 100 for place in range(11)]]  # the first layer has a window
     rows = [
         row("perplexity", "full", loss=2.0, bytes_read=1.0, pages_read=1.0, oracle_deciles=deciles),
         row("perplexity", "psa-0.80", loss=2.1, bytes_read=0.2, pages_read=0.1),
