@@ -4,7 +4,7 @@
 // in turn: the first lines of a page wait for its address and for the memory to find out what follows, and so four wait together.
 // Included inside the namespace and target region of one instruction set, after traits.inl.
 
-inline constexpr int kChunkPages = 4;
+inline constexpr int kChunkPages = kWidenedPages;
 inline constexpr int kChunkTokens = kChunkPages * kPageTokens;
 
 template <class T>
@@ -241,6 +241,24 @@ static int rows_of_tile(int rows) {
   return rows > 2 * kWideRowTile ? kRowTile : kWideRowTile;
 }
 
+// The chunk's pages of narrow elements as bf16, where all is computed from. While keys are widened their values are fetched, meanwhile
+// the next keys; the rest fetches nothing. Pages that only fill the chunk are the first once more.
+template <class T>
+[[gnu::noinline]]
+static void widen_chunk(Chunk<T>& chunk, int head_dim, bool scores_only) {
+  const int64_t part_bytes = int64_t{kPageTokens} * head_dim * static_cast<int64_t>(sizeof(uint16_t));
+  char* keys = widened_pages();
+  char* values = keys + kChunkPages * part_bytes;
+  for (int i = 0; i < chunk.pages; ++i) widen_part(chunk.keys[i], head_dim, chunk.soon[i], keys + i * part_bytes);
+  for (int i = 0; i < chunk.pages && !scores_only; ++i)
+    widen_part(chunk.values[i], head_dim, chunk.next[i], values + i * part_bytes);
+  for (int i = 0; i < kChunkPages; ++i) {
+    const int64_t at = (i < chunk.pages ? i : 0) * part_bytes;
+    chunk.keys[i] = chunk.soon[i] = chunk.next[i] = keys + at;
+    chunk.values[i] = values + at;
+  }
+}
+
 template <class T, bool Keep, int Rows>
 static void attend_row_tile(const AttendArgs& args, const Chunk<T>& chunk, int first_row, int rows, int ahead) {
   if (rows == Rows) {
@@ -269,6 +287,7 @@ static inline void attend_chunks(const AttendArgs& args, int tile_rows, const At
   int hidden = 0;
   for (int r = 0; args.hidden && r < args.rows; ++r) hidden = args.hidden[r] > hidden ? args.hidden[r] : hidden;
 
+  const bool narrow = is_narrow(args.table, head_dim);
   const int64_t value_offset = args.table.page_bytes / 2;
   const int tiles = (args.rows + tile_rows - 1) / tile_rows;
   const int share = tiles == 1 ? kChunkPages : tiles < kChunkPages ? kChunkPages / 2 : 1;
@@ -304,6 +323,8 @@ static inline void attend_chunks(const AttendArgs& args, int tile_rows, const At
       chunk.next[i] = following[i];
       chunk.soon[i] = scores_only ? following[i] : chunk.values[i];
     }
+    if constexpr (T::pack == 2)
+      if (narrow) widen_chunk(chunk, head_dim, scores_only);
     for (int tile = 0; tile < tiles; ++tile) {
       const int first_row = static_cast<int>(int64_t{args.rows} * tile / tiles);
       const int last_row = static_cast<int>(int64_t{args.rows} * (tile + 1) / tiles);

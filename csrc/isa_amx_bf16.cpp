@@ -11,6 +11,7 @@ namespace hybrid_sparse {
 namespace {
 #include "vec_avx512.inl"
 #include "traits.inl"
+#include "narrow_pages.inl"
 #include "attend.inl"
 #include "amx_tiles.inl"
 #include "attend_amx.inl"
@@ -44,11 +45,13 @@ Isa amx_bf16() {
   Isa isa = avx512_vnni();
   isa.name = "amx_bf16";
   isa.runs_here = runs_here;
-  Kernels& kernels = isa.by_dtype[static_cast<int>(DType::bf16)];
-  kernels.query_bytes = query_bytes;
-  kernels.prepare_query = query_itself;
-  kernels.attend = attend_amx<false>;
-  kernels.attend_keeping_scores = attend_amx<true>;
+  for (const DType dtype : {DType::bf16, DType::e4m3}) {
+    Kernels& kernels = isa.by_dtype[static_cast<int>(dtype)];
+    kernels.query_bytes = query_bytes;
+    kernels.prepare_query = query_itself;
+    kernels.attend = attend_amx<false>;
+    kernels.attend_keeping_scores = attend_amx<true>;
+  }
   return isa;
 }
 

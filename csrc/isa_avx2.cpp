@@ -16,6 +16,6 @@ static bool runs_here() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 Isa avx2() {
-  return {"avx2", runs_here, {kKernels<Bf16>, kKernels<F16>, kKernels<F32>}};
+  return {"avx2", runs_here, {kKernels<Bf16>, kKernels<F16>, kKernels<F32>, kNarrowKernels<Bf16>}};
 }
 }  // namespace hybrid_sparse

@@ -16,6 +16,6 @@ static bool runs_here() {
   return has_avx512();
 }
 Isa avx512() {
-  return {"avx512", runs_here, {kKernels<Bf16>, kKernels<F16>, kKernels<F32>}};
+  return {"avx512", runs_here, {kKernels<Bf16>, kKernels<F16>, kKernels<F32>, kNarrowKernels<Bf16>}};
 }
 }  // namespace hybrid_sparse

@@ -18,6 +18,6 @@ static bool runs_here() {
   return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
 Isa avx512_bf16() {
-  return {"avx512_bf16", runs_here, {kKernels<Bf16Dot>, kKernels<F16>, kKernels<F32>}};
+  return {"avx512_bf16", runs_here, {kKernels<Bf16Dot>, kKernels<F16>, kKernels<F32>, kNarrowKernels<Bf16Dot>}};
 }
 }  // namespace hybrid_sparse

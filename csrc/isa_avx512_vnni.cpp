@@ -23,6 +23,7 @@ Isa avx512_vnni() {
   isa.name = "avx512_vnni";
   isa.runs_here = runs_here;
   isa.by_dtype[static_cast<int>(DType::bf16)].score = score<Bf16>;
+  isa.by_dtype[static_cast<int>(DType::e4m3)].score = score<Bf16>;
   isa.by_dtype[static_cast<int>(DType::f16)].score = score<F16>;
   isa.by_dtype[static_cast<int>(DType::f32)].score = score<F32>;
   return isa;

@@ -13,6 +13,6 @@ static bool runs_here() {
   return true;
 }
 Isa scalar() {
-  return {"scalar", runs_here, {kKernels<Bf16>, kKernels<F16>, kKernels<F32>}};
+  return {"scalar", runs_here, {kKernels<Bf16>, kKernels<F16>, kKernels<F32>, kNarrowKernels<Bf16>}};
 }
 }  // namespace hybrid_sparse

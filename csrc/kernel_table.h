@@ -140,8 +140,16 @@ struct Kernels {
 struct Isa {
   const char* name;
   bool (*runs_here)();
-  Kernels by_dtype[3];  // indexed by DType
+  Kernels by_dtype[4];  // indexed by DType
 };
+
+// Of pages whose elements take a byte (e4m3), in `narrow_pages.cpp`.
+// Memory of the calling thread for the pages of a chunk as bf16: keys and values of four.
+char* widened_pages();
+// e4m3 of every bf16, by its bits: to the nearest, to the even one of two, and what is too large to the largest.
+const uint8_t* narrowed_bf16();
+// bf16 of every e4m3, by its bits.
+const uint16_t* widened_e4m3();
 
 // One per isa_*.cpp.
 Isa amx_bf16();

@@ -4,8 +4,8 @@
 // summaries of a block in one piece.
 //   block    [head][page], [head][summary]; of split codes [head][page], [head][coarse part], [head][fine part]
 //   page     K part, V part; 16 tokens each
-//   K part   bf16: [head_dim/2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
-//   V part   bf16: [8 token pairs][head_dim][2 tokens]  f16, f32: [16 tokens][head_dim]
+//   K part   bf16, e4m3: [head_dim/2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
+//   V part   bf16, e4m3: [8 token pairs][head_dim][2 tokens]  f16, f32: [16 tokens][head_dim]
 //   summary  minmax: [max: head_dim][min: head_dim]     cuboid_mean: [centre: head_dim]
 //            key_codes: whatever the dtype lines of 64 bytes [16 tokens][4 dims], a byte holding 8 / code_bits such dims from
 //            its lowest bits on, then the page's mean with four bits a dim, a byte a token, and two bf16: the units of
@@ -23,15 +23,19 @@ namespace hybrid_sparse {
 
 inline constexpr int kPageTokens = 16;
 
-enum class DType : int { bf16 = 0, f16 = 1, f32 = 2 };
+enum class DType : int { bf16 = 0, f16 = 1, f32 = 2, e4m3 = 3 };
 enum class Summary : int { minmax = 0, cuboid_mean = 1, key_codes = 2, none = 3, split_codes = 4 };
 
 inline constexpr int kMaxHeadDim = 512;
+inline constexpr int kWidenedPages = 4;  // of a chunk that is attended to
 inline constexpr int kMaxBlockPages = 8;  // of a logical block (Fluxion)
 inline constexpr int kCodeDims = 4;  // dims of one token that lie side by side
 inline constexpr int kCommonKeyPages = 32;  // from whose first what their keys have in common is taken
 
+// Of queries, of keys and values that come, of outputs, bounds and centres: with keys and values kept as e4m3 they are bf16.
 inline constexpr int element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+// Of keys and values in pages.
+inline constexpr int stored_bytes(DType dtype) { return dtype == DType::e4m3 ? 1 : element_bytes(dtype); }
 
 // Where the parts of a page's key codes lie, bytes from its start; the lines of codes come first. `bytes` is whole cache lines.
 struct CodeLayout {
@@ -54,7 +58,7 @@ struct Layout {
   int code_bits = 0;  // key_codes: bits a dim, 1 or 2; split_codes: 2
 
   int pages_per_block() const { return block_tokens / kPageTokens; }
-  int64_t page_bytes() const { return int64_t{2} * kPageTokens * head_dim * element_bytes(dtype); }
+  int64_t page_bytes() const { return int64_t{2} * kPageTokens * head_dim * stored_bytes(dtype); }
   int64_t value_offset() const { return page_bytes() / 2; }
   bool has_codes() const { return summary == Summary::key_codes || summary == Summary::split_codes; }
   int summary_elements() const { return summary == Summary::minmax ? 2 * head_dim : head_dim; }

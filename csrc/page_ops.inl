@@ -114,23 +114,31 @@ static int take_near(const float* scores, int count, float highest, float below,
   return taken;
 }
 
-template <class T>
+// Stored: the element of a page, uint8_t for e4m3, where rows are of bf16.
+template <class T, class Stored = typename T::Element>
 static void write_page(char* page, int offset, int count, int head_dim, const void* key, int64_t key_stride,
                        const void* value, int64_t value_stride) {
   using Element = typename T::Element;
-  Element* k_out = reinterpret_cast<Element*>(page);
-  Element* v_out = k_out + int64_t{kPageTokens} * head_dim;
+  const uint8_t* narrowed = sizeof(Stored) == 1 ? narrowed_bf16() : nullptr;
+  const auto stored = [&](Element x) -> Stored {
+    if constexpr (sizeof(Stored) == 1)
+      return narrowed[x];
+    else
+      return x;
+  };
+  Stored* k_out = reinterpret_cast<Stored*>(page);
+  Stored* v_out = k_out + int64_t{kPageTokens} * head_dim;
   const Element* k_in = static_cast<const Element*>(key);
   const Element* v_in = static_cast<const Element*>(value);
   for (int d = 0; d < head_dim; d += T::pack) {
-    Element* step = k_out + int64_t{d} * kPageTokens;
+    Stored* step = k_out + int64_t{d} * kPageTokens;
     for (int t = 0; t < count; ++t)
-      for (int i = 0; i < T::pack; ++i) step[(offset + t) * T::pack + i] = k_in[t * key_stride + d + i];
+      for (int i = 0; i < T::pack; ++i) step[(offset + t) * T::pack + i] = stored(k_in[t * key_stride + d + i]);
   }
   for (int t = 0; t < count; ++t) {
     const int token = offset + t;
-    Element* row = v_out + int64_t{token / T::pack} * head_dim * T::pack + token % T::pack;
-    for (int d = 0; d < head_dim; ++d) row[d * T::pack] = v_in[t * value_stride + d];
+    Stored* row = v_out + int64_t{token / T::pack} * head_dim * T::pack + token % T::pack;
+    for (int d = 0; d < head_dim; ++d) row[d * T::pack] = stored(v_in[t * value_stride + d]);
   }
 }
 
@@ -159,6 +167,11 @@ static void summarize(const char* page, char* out, const Layout& layout, const f
       }
     }
   }
+}
+
+template <class T>
+static void summarize_narrow(const char* page, char* out, const Layout& layout, const float* common) {
+  summarize<T>(widened_keys(page, layout.head_dim), out, layout, common);
 }
 
 template <class T>

@@ -1,11 +1,10 @@
 // What HGCA needs beside attention: tokens copied between pages, and attention weights from kept scores.
 // Included inside the namespace and target region of one instruction set, after traits.inl.
 
-template <class T>
+template <class T, class Stored = typename T::Element>
 static void copy_token(char* to, int to_token, const char* from, int from_token, int head_dim) {
-  using Element = typename T::Element;
-  Element* k_out = reinterpret_cast<Element*>(to);
-  const Element* k_in = reinterpret_cast<const Element*>(from);
+  Stored* k_out = reinterpret_cast<Stored*>(to);
+  const Stored* k_in = reinterpret_cast<const Stored*>(from);
   for (int d = 0; d < head_dim; d += T::pack) {
     const int64_t step = int64_t{d} * kPageTokens;
     for (int i = 0; i < T::pack; ++i) k_out[step + to_token * T::pack + i] = k_in[step + from_token * T::pack + i];
@@ -13,8 +12,8 @@ static void copy_token(char* to, int to_token, const char* from, int from_token,
   const auto value_row = [&](int token) {
     return (int64_t{kPageTokens} + token / T::pack * T::pack) * head_dim + token % T::pack;
   };
-  Element* v_out = k_out + value_row(to_token);
-  const Element* v_in = k_in + value_row(from_token);
+  Stored* v_out = k_out + value_row(to_token);
+  const Stored* v_in = k_in + value_row(from_token);
   for (int d = 0; d < head_dim; ++d) v_out[d * T::pack] = v_in[d * T::pack];
 }
 

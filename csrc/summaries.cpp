@@ -21,7 +21,7 @@ void Engine::summarize_filled(const LayerCall& call, const Batch& batch) {
       if (slot >= 0 && slot % kPageTokens == kPageTokens - 1) filled_.push_back({r, (batch.seq_lens[r] - (end - t)) / kPageTokens, slot});
     }
   }
-  const auto summarize = [&](int i) {
+  auto summarize = [&](int i) {
     const FilledPage& filled = filled_[i / geometry_.kv_heads];
     const int head = i % geometry_.kv_heads;
     char* block = call.kv + filled.slot / layout.block_tokens * call.block_stride;

@@ -162,6 +162,37 @@ static inline vf load_bf16(const char* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(r0), 16)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(r1), 16))};
 }
+// 32 e4m3 to bf16. A magnitude from 2^-6 on is the same bits moved, with another bias; the eight smaller ones are looked up by byte.
+struct Widening {
+  __m256i small_low, small_high;
+  Widening() {
+    alignas(16) uint8_t low[16] = {}, high[16] = {};
+    for (int i = 0; i < 8; ++i) {
+      low[i] = static_cast<uint8_t>(widened_e4m3()[i]);
+      high[i] = static_cast<uint8_t>(widened_e4m3()[i] >> 8);
+    }
+    small_low = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(low)));
+    small_high = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(high)));
+  }
+  __m256i widen_half(__m128i bytes) const {
+    const __m256i bits = _mm256_cvtepu8_epi16(bytes);
+    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f));
+    const __m256i large = _mm256_add_epi16(_mm256_slli_epi16(magnitude, 4), _mm256_set1_epi16(120 << 7));
+    const __m256i index = _mm256_or_si256(magnitude, _mm256_set1_epi16(static_cast<short>(0x8000)));  // nothing for the upper byte
+    const __m256i small = _mm256_or_si256(_mm256_shuffle_epi8(small_low, index),
+                                          _mm256_slli_epi16(_mm256_shuffle_epi8(small_high, index), 8));
+    const __m256i is_small = _mm256_cmpgt_epi16(_mm256_set1_epi16(8), magnitude);
+    const __m256i is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f));
+    const __m256i finite = _mm256_blendv_epi8(large, small, is_small);
+    const __m256i result = _mm256_blendv_epi8(finite, _mm256_set1_epi16(0x7fc0), is_nan);
+    return _mm256_or_si256(result, _mm256_and_si256(_mm256_slli_epi16(bits, 8), _mm256_set1_epi16(static_cast<short>(0x8000))));
+  }
+  void widen(const char* in, char* out) const {
+    for (int i = 0; i < 2; ++i)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out) + i,
+                          widen_half(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in) + i)));
+  }
+};
 static inline vf load_f16(const char* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};

@@ -60,6 +60,13 @@ static inline vf load_bf16(const char* p) {
   HYBRID_SPARSE_LANES r.v[i] = bf16_to_float(reinterpret_cast<const uint16_t*>(p)[i]);
   return r;
 }
+// 32 e4m3 to bf16.
+struct Widening {
+  const uint16_t* table = widened_e4m3();
+  void widen(const char* in, char* out) const {
+    for (int i = 0; i < 32; ++i) std::memcpy(out + 2 * i, table + static_cast<uint8_t>(in[i]), 2);
+  }
+};
 static inline vf load_f16(const char* p) {
   vf r;
   HYBRID_SPARSE_LANES r.v[i] = f16_to_float(reinterpret_cast<const uint16_t*>(p)[i]);

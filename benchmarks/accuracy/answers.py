@@ -18,19 +18,23 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 class Prefill:
     """The keys and values of a text but for its last token, which is decoded: each selection sees it itself."""
 
-    def __init__(self, model: PreTrainedModel, token_ids: Tensor, *, new_tokens: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, token_ids: Tensor, *, new_tokens: int, kv_dtype: torch.dtype | None = None
+    ) -> None:
         """Compute them by exact attention of the shipped kernels.
 
         token_ids    [tokens] int64, at least two
         new_tokens   room for what is decoded
+        kv_dtype     of the kernels' KV cache; None: the model's
         """
         self.model = model
+        self.kv_dtype = kv_dtype
         self._token_ids = token_ids[:-1]
         self.last_token = int(token_ids[-1])
         self.tokens = len(token_ids) - 1
         self.max_tokens = self.tokens + 1 + new_tokens
         self._cache = roomy_cache(model.config.num_hidden_layers, self.max_tokens)
-        with open_decoding(model, FULL, max_tokens=self.max_tokens), torch.inference_mode():
+        with open_decoding(model, FULL, max_tokens=self.max_tokens, kv_dtype=kv_dtype), torch.inference_mode():
             model(token_ids[None, :-1], past_key_values=self._cache, logits_to_keep=1)
 
     @torch.inference_mode()

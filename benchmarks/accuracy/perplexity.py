@@ -26,6 +26,8 @@ from benchmarks.report import markdown_table, save
 from benchmarks.serving.backends import DTYPES
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 
+KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
+
 
 def run_window(prefill: Prefill, selection: str, decoded: torch.Tensor) -> dict[str, object]:
     """Decode the last tokens of a window; return their mean loss and what was kept and read.
@@ -36,7 +38,9 @@ def run_window(prefill: Prefill, selection: str, decoded: torch.Tensor) -> dict[
     record = KeptMass(retained_of(selection), PROMISE)
     with (
         in_batches(record.watch) as watch,
-        open_decoding(prefill.model, selection, max_tokens=prefill.max_tokens, watch=watch) as decoding,
+        open_decoding(
+            prefill.model, selection, max_tokens=prefill.max_tokens, watch=watch, kv_dtype=prefill.kv_dtype
+        ) as decoding,
     ):
         prefill.rewind(decoding)
         logits = prefill.follow(decoding, [prefill.last_token, *decoded[:-1].tolist()])
@@ -65,12 +69,18 @@ def run(model: PreTrainedModel, windows: list[torch.Tensor], rows: RowFile, opti
                 "text": options.text.name,
                 "model": options.model.name,
                 "dtype": options.dtype,
+                **({"kv_cache_dtype": options.kv_cache_dtype} if options.kv_cache_dtype != "auto" else {}),
                 "selection": selection,
                 "runs_on": runs_on(selection),
             }
             row = rows.get(identity)
             if row is None:
-                prefill = prefill or Prefill(model, window[: -options.decoded], new_tokens=options.decoded)
+                prefill = prefill or Prefill(
+                    model,
+                    window[: -options.decoded],
+                    new_tokens=options.decoded,
+                    kv_dtype=KV_DTYPES[options.kv_cache_dtype],
+                )
                 row = rows.add(identity, run_window(prefill, selection, window[-options.decoded :]))
             done.append(row)
     return done
@@ -85,6 +95,7 @@ def main() -> None:
     parser.add_argument("--tokens", default=4096, type=int, help="of a window")
     parser.add_argument("--decoded", default=256, type=int, help="last tokens of a window that are decoded")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="(%(default)s)")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES, help="auto: the model's (%(default)s)")
     parser.add_argument("--selections", default="main", help="comma-separated names or groups")
     parser.add_argument("--out", default=None, type=Path, help="JSONL file of rows, read and added to")
     parser.add_argument("--redo", action="store_true", help="drop rows of --out that another commit has measured")
@@ -107,7 +118,14 @@ def main() -> None:
     size = f"{options.tokens}-{options.decoded}"
     save(
         "perplexity",
-        {"text": options.text.name, "windows": options.windows, "size": size, "dtype": options.dtype, "rows": rows},
+        {
+            "text": options.text.name,
+            "windows": options.windows,
+            "size": size,
+            "dtype": options.dtype,
+            "kv_cache_dtype": options.kv_cache_dtype,
+            "rows": rows,
+        },
     )
     print(table(rows))
 

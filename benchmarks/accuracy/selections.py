@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Protocol, Self
 
+import torch
 from transformers import PreTrainedModel
 
 from benchmarks.accuracy.fixed_budget import write_fixed_predictor
@@ -170,21 +172,29 @@ def retained_of(selection: str) -> RetainedSet:
 
 
 def open_decoding(
-    model: PreTrainedModel, selection: str, *, max_tokens: int, watch: Callable[[DecodeStep], None] | None = None
+    model: PreTrainedModel,
+    selection: str,
+    *,
+    max_tokens: int,
+    watch: Callable[[DecodeStep], None] | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Decoding:
-    """A session, to be entered, that decodes by the selection of that name; KeyError where there is none."""
+    """A session, to be entered, that decodes by the selection of that name; KeyError where there is none.
+
+    kv_dtype   of the shipped kernels' KV cache; None: the model's
+    """
     if selection in REFERENCES:
         return ReferenceSession(model, REFERENCES[selection], watch=watch)
     settings = HybridSparseConfig.from_mapping(SELECTIONS[selection])
+    session = partial(SparseSession, model, max_tokens=max_tokens, watch=watch, kv_dtype=kv_dtype)
     if selection not in FIXED_BUDGETS:
-        return SparseSession(model, settings, max_tokens=max_tokens, watch=watch)
+        return session(settings)
     assert settings.prediction is not None
     with TemporaryDirectory() as folder:  # the session reads the file before this returns
         path = Path(folder) / "fixed.safetensors"
         shape = model_shape(model.config.get_text_config())
         write_fixed_predictor(path, FIXED_BUDGETS[selection], shape, settings.retained, settings.prediction.ranking)
-        settings = replace(settings, predictor=str(path))
-        return SparseSession(model, settings, max_tokens=max_tokens, watch=watch)
+        return session(replace(settings, predictor=str(path)))
 
 
 def chosen(names: str) -> list[str]:

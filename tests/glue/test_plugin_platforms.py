@@ -248,10 +248,10 @@ def test_offloading_is_refused_where_the_cache_is_in_host_memory_anyway(monkeypa
 def test_a_checkpoint_with_a_quantised_cache_is_told_how_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(
         member(),
-        cache_config=SimpleNamespace(cache_dtype="fp8_e4m3", block_size=None),
+        cache_config=SimpleNamespace(cache_dtype="fp8_e5m2", block_size=None),
         model_config=SimpleNamespace(dtype=torch.bfloat16),
     )
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8_e4m3: .* --kv-cache-dtype bfloat16"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8_e5m2: .* --kv-cache-dtype bfloat16"):
         platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
 
 
@@ -263,9 +263,12 @@ def test_a_checkpoint_with_a_quantised_cache_is_told_how_it_is_served(monkeypatc
         (torch.float16, "float16", torch.float16),
         (torch.float32, "bfloat16", torch.bfloat16),
         (torch.float32, "float16", torch.float16),
+        (torch.float32, "fp8", torch.float8_e4m3fn),
+        (torch.bfloat16, "fp8_e4m3", torch.float8_e4m3fn),
+        (torch.float16, "fp8", torch.float8_e4m3fn),
     ],
 )
-def test_a_float32_model_may_have_a_narrower_cache(model: torch.dtype, given: str | None, stored: torch.dtype) -> None:
+def test_a_cache_may_be_narrower_than_the_model(model: torch.dtype, given: str | None, stored: torch.dtype) -> None:
     assert support.kv_dtype(given, model) == stored
 
 
@@ -288,10 +291,27 @@ def test_a_narrower_cache_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) ->
     platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
 
 
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize("policy", ["dense", "hgca"])
+def test_a_cache_of_eight_bits_is_refused_beside_a_device(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(**settings: object) -> None:
+        config = config_of(
+            member(),
+            cache_config=SimpleNamespace(cache_dtype="fp8", block_size=None),
+            model_config=model_of(),
+            additional_config={"hybrid_sparse": {"policy": policy, **settings}},
+        )
+        platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
+
+    check()
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8: is not supported with device=emulated"):
+        check(device="emulated")
+
+
 LAYER_REFUSALS = {
     "use_mla": True, "use_sparse": True, "use_mm_prefix": True, "use_per_head_quant_scales": True,
     "use_non_causal": True, "use_batch_invariant": True, "use_rswa": True,
-    "attn_type": "encoder", "head_size": 20, "dtype": torch.float64, "kv_cache_dtype": "fp8",
+    "attn_type": "encoder", "head_size": 20, "dtype": torch.float64, "kv_cache_dtype": "fp8_e5m2",
 }  # fmt: skip
 
 

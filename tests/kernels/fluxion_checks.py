@@ -175,7 +175,7 @@ class MirroredFluxion:
         features = torch.cat([attention.last_features(index, head) for head in range(attention.num_kv_heads)])
         size = result.features.abs() + result.features.abs().mean(dim=0)  # a difference of large numbers may be small
         error = (features - result.features).abs() / size.clamp(min=0.05)
-        tolerance = FEATURE_TOLERANCE[self.layer.shape.dtype]
+        tolerance = FEATURE_TOLERANCE[self.layer.shape.row_dtype]
         if error[:, BUDGET_COLUMNS].max() > tolerance:  # an error on the limit: a block more or fewer
             self.anchors_on_a_limit.add((request.slot, self.sequences[request.slot].anchor_tokens))
         error[:, BUDGET_COLUMNS] = 0

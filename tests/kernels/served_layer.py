@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse import _native
-from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, NativeAttention, NativeBatch
+from vllm_hybrid_sparse.kernels.arguments import row_dtype
+from vllm_hybrid_sparse.kernels.paged_attention.native import STORED_NAMES, NativeAttention, NativeBatch
 from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
 
@@ -22,7 +23,7 @@ NAN_BYTE = 0xFF  # every float dtype reads NaN from bytes of all ones
 class Shape:
     """What a layer is made for."""
 
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of the cache
     num_q_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
@@ -36,9 +37,17 @@ class Shape:
     scale: float = 0.125
 
     @property
+    def row_dtype(self) -> torch.dtype:
+        return row_dtype(self.dtype)
+
+    def stored(self, rows: Tensor) -> Tensor:
+        """Keys or values as the cache holds them, of the rows' dtype again."""
+        return rows.to(self.dtype).to(self.row_dtype)
+
+    @property
     def layout(self) -> BlockLayout:
         return BlockLayout(
-            dtype=DTYPE_NAMES[self.dtype],
+            dtype=STORED_NAMES[self.dtype],
             head_dim=self.head_dim,
             block_tokens=self.block_tokens,
             summary=self.summary,
@@ -48,7 +57,7 @@ class Shape:
 
 @dataclass
 class Request:
-    """The logical K and V of a request, [seq_len, kv_heads, head_dim], and where its blocks lie."""
+    """The logical K and V of a request as stored, [seq_len, kv_heads, head_dim] of the rows' dtype, and its blocks."""
 
     key: Tensor
     value: Tensor
@@ -108,10 +117,10 @@ class ServedLayer:
         self.free_blocks: list[int] = torch.randperm(num_blocks, generator=self.generator).tolist()
 
     def random(self, *size: int) -> Tensor:
-        return torch.randn(*size, generator=self.generator).to(self.shape.dtype)
+        return torch.randn(*size, generator=self.generator).to(self.shape.row_dtype)
 
     def start(self) -> Request:
-        empty = torch.empty(0, self.shape.num_kv_heads, self.shape.head_dim, dtype=self.shape.dtype)
+        empty = torch.empty(0, self.shape.num_kv_heads, self.shape.head_dim, dtype=self.shape.row_dtype)
         return Request(empty, empty)
 
     def finish(self, request: Request) -> None:
@@ -146,15 +155,17 @@ class ServedLayer:
             qkv = tokens.flatten(1).clone()
         qkv[:, :q_width] *= sharpness
         qkv[:, q_width : q_width + kv_width] += key_offset
-        parts = qkv.to(shape.dtype).split([q_width, kv_width, kv_width], dim=1)  # strided, as a model hands them over
+        parts = qkv.to(shape.row_dtype).split(
+            [q_width, kv_width, kv_width], dim=1
+        )  # strided, as a model hands them over
         query, key, value = (part.unflatten(1, (-1, shape.head_dim)) for part in parts)
 
         slots = [slot for request, query_len in rows for slot in self._append_slots(request, query_len)]
         first_row = 0
         for request, query_len in rows:
             last_row = first_row + query_len
-            request.key = torch.cat((request.key, key[first_row:last_row]))
-            request.value = torch.cat((request.value, value[first_row:last_row]))
+            request.key = torch.cat((request.key, shape.stored(key[first_row:last_row])))
+            request.value = torch.cat((request.value, shape.stored(value[first_row:last_row])))
             first_row = last_row
         requests = [request for request, _ in rows]
         decode_mask = [decode and query_len == 1 for query_len in query_lens]

@@ -17,7 +17,7 @@ QUERY_BIAS = 10.0  # the deviation of what queries have in these dims
 TURN = 2.4e-4  # of these pairs by rotary embeddings, radians a token: pair 58 of 64 at a base of 10,000
 TOPICS, TOPIC_TOKENS = 40, 32  # what keys are about, and for how many tokens
 STRETCH = 16 * COMMON_KEY_PAGES
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
 
 def biased(shape: Shape, tokens: int, first: int) -> Tensor:

@@ -23,7 +23,7 @@ RIGHT: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("wrong", "rule"),
     [
-        ({"dtype": torch.float64}, "dtype=torch.float64: must be bfloat16, float16 or float32"),
+        ({"dtype": torch.float64}, "dtype=torch.float64: must be bfloat16, float16, float32 or float8_e4m3fn"),
         ({"num_q_heads": 5}, "num_q_heads=5: must be a multiple of num_kv_heads=2"),
         ({"num_kv_heads": 0}, "num_kv_heads=0"),
         ({"head_dim": 40}, "head_dim=40: must be a multiple of 16"),

@@ -16,7 +16,7 @@ from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
 DENSE = SelectionSpec()
 TOPK = SelectionSpec(ranked=True, max_pages=3)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1 to 5, 8 and 20
     "g1-d64-b32": (2, 2, 64, 32),
     "g3-d16-b16": (3, 1, 16, 16),

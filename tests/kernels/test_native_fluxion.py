@@ -20,7 +20,7 @@ from vllm_hybrid_sparse.values import SPLIT_HEAD_DIM, RetainedSet
 
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
 RANKINGS = [("minmax", 2), ("key_codes", 1), ("key_codes", 2), ("split_codes", 2)]  # summary, code bits
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
 
 def small(**changes: Any) -> Shape:
@@ -29,7 +29,12 @@ def small(**changes: Any) -> Shape:
 
 def _dtypes_and_summaries() -> list[Any]:
     """Each dtype with each summary, one of them where there is no time for all."""
-    often = {torch.bfloat16: "key_codes", torch.float16: "minmax", torch.float32: "split_codes"}
+    often = {
+        torch.bfloat16: "key_codes",
+        torch.float16: "minmax",
+        torch.float32: "split_codes",
+        torch.float8_e4m3fn: "split_codes",
+    }
     return [
         pytest.param(
             dtype, summary, marks=[] if often[dtype] == summary else [pytest.mark.slow], id=f"{dtype}-{summary}"

@@ -16,7 +16,7 @@ from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
 SALIENCE = SalienceSpec(beta=1.2, alpha=0.25)
 EVERYTHING = SalienceSpec(beta=1e-30)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
 
 def small(**changes: Any) -> Shape:

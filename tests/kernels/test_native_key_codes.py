@@ -17,7 +17,7 @@ RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
 ESTIMATED = SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=2, estimated_remainder=True)
 TOPK = SelectionSpec(ranked=True, max_pages=5)
 LIGHTEST = SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=2)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize("isa", supported_isas())

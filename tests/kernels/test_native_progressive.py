@@ -59,7 +59,7 @@ def test_large_microbatches_are_shared_by_the_threads(num_threads: int, lengths:
 
 
 @pytest.mark.parametrize("isa", supported_isas())
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8])
 @pytest.mark.parametrize("summary", ["minmax", "cuboid_mean"])
 def test_every_instruction_set_dtype_and_group(isa: str, dtype: torch.dtype, group: int, summary: str) -> None:

@@ -13,7 +13,7 @@ from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attentio
 from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
 
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
 
 def some_sinks(heads: int) -> torch.Tensor:

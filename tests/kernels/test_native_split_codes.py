@@ -21,7 +21,7 @@ from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.values import SPLIT_HEAD_DIM, RetainedSet, SelectionSpec, fine_bytes, summary_bytes
 
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

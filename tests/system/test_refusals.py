@@ -42,7 +42,12 @@ BAD_SETTINGS = {
     "not-a-table": Refusal((r"hybrid_sparse",), "progressive"),
 }
 BAD_OPTIONS = {
-    "fp8-kv-cache": Refusal((r"fp8", r"kv.cache"), options={"kv_cache_dtype": "fp8"}),
+    "e5m2-kv-cache": Refusal((r"kv_cache_dtype=fp8_e5m2", r"fp8 \(e4m3\)"), options={"kv_cache_dtype": "fp8_e5m2"}),
+    "fp8-kv-cache-beside-a-device": Refusal(
+        (r"kv_cache_dtype=fp8: is not supported with device=emulated",),
+        {"device": "emulated"},
+        options={"kv_cache_dtype": "fp8"},
+    ),
     "block-size": Refusal((r"\b24\b", r"block"), options={"block_size": 24}),
     "another-worker": Refusal(
         (r"worker_cls: must be auto",), options={"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}
@@ -120,7 +125,7 @@ def test_every_refused_model_is_a_case() -> None:
     ("model", "args", "pattern"),
     [
         pytest.param("llama-gqa", our_args(policy="greedy"), r"policy=.?greedy", id="settings"),
-        pytest.param("llama-gqa", [*our_args(), "--kv-cache-dtype=fp8"], r"fp8", id="option"),
+        pytest.param("llama-gqa", [*our_args(), "--kv-cache-dtype=fp8_e5m2"], r"fp8_e5m2", id="option"),
         pytest.param("gemma2", our_args(), r"attn_logit_softcapping=50", id="model"),
     ],
 )

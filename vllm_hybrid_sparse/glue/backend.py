@@ -21,7 +21,13 @@ class HybridSparseBackend(AttentionBackend):
 
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPE_NAMES)
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+    ]
 
     @staticmethod
     def get_name() -> str:
@@ -91,6 +97,7 @@ class HybridSparseBackend(AttentionBackend):
             raise ConfigError("non_causal=True: prefix-LM prompts are not supported (attention backend hybrid_sparse)")
         settings = settings_of(vllm_config)
         element_bytes = spec.dtype.itemsize
-        page_summary = summary_bytes(settings.page_summary, spec.head_size, element_bytes, settings.page_code_bits)
+        row_bytes = max(element_bytes, torch.bfloat16.itemsize)  # of bounds and centres, too
+        page_summary = summary_bytes(settings.page_summary, spec.head_size, row_bytes, settings.page_code_bits)
         content_bytes = 2 * spec.head_size * element_bytes + page_summary // PAGE_TOKENS
         return replace(spec, state_content_bytes=content_bytes)

@@ -12,7 +12,7 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadata
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.glue.support import kv_dtype, model_shape, refuse_beside_window, refuse_sinks
+from vllm_hybrid_sparse.glue.support import FP8, kv_dtype, model_shape, refuse_beside_window, refuse_sinks
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.host import host_runtime
@@ -150,14 +150,18 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             return output
         if not self._appends:
             key = value = None
-        if query.dtype != self.attention.dtype:  # the KV cache is narrower than the model
-            stored = self.attention.dtype
-            rounded = output.to(stored)
-            keys, values = (None if rows is None else rows.to(stored) for rows in (key, value))
-            self._attend(query.to(stored), keys, values, kv_cache, batch, rounded)
-            return output.copy_(rounded)
-        self._attend(query, key, value, kv_cache, batch, output)
-        return output
+        scales = (layer._k_scale_float, layer._v_scale_float) if self.stored_dtype == FP8 else (1.0, 1.0)
+        if query.dtype == self.attention.dtype and scales == (1.0, 1.0):
+            self._attend(query, key, value, kv_cache, batch, output)
+            return output
+        # The KV cache is narrower than the model, or holds keys and values by a scale of the checkpoint's.
+        rows = self.attention.dtype
+        rounded = output.to(rows)
+        keys, values = (
+            None if part is None else (part / scale).to(rows) for part, scale in zip((key, value), scales, strict=True)
+        )
+        self._attend((query * scales[0]).to(rows), keys, values, kv_cache, batch, rounded)
+        return output.copy_(rounded * scales[1])
 
     def _attend(
         self,

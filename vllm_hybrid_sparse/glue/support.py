@@ -124,6 +124,9 @@ def _refuse_with_model(settings: HybridSparseConfig, vllm_config: Any) -> None:
             _refuse("model", model.model, f"layers that keep a state are not supported with {other}")
     if settings.prediction is not None:
         _refuse_predictor(settings, vllm_config)
+    cache = vllm_config.cache_config
+    if settings.device != "none" and cache is not None and kv_dtype(cache.cache_dtype, model.dtype) == FP8:
+        _refuse("kv_cache_dtype", cache.cache_dtype, f"is not supported with device={settings.device}")
     if settings.device != "none" and settings.device_pool_pages is not None:
         check_pool_pages(settings, settings.device_pool_pages, model.get_num_layers(vllm_config.parallel_config))
 
@@ -202,17 +205,18 @@ def refuse_layer(selector: Any) -> None:
     kv_dtype(selector.kv_cache_dtype, selector.dtype)
 
 
-_KV_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+FP8 = torch.float8_e4m3fn
+_KV_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": FP8, "fp8_e4m3": FP8}
 
 
 def kv_dtype(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> torch.dtype:
-    """What the KV cache is stored in: the model's own dtype, or one half as wide as float32. Raises ConfigError."""
+    """What the KV cache is stored in: the model's own dtype, one half as wide as float32, FP8. Raises ConfigError."""
     if kv_cache_dtype in (None, "auto"):
         return model_dtype
     stored = _KV_DTYPES.get(str(kv_cache_dtype))
-    if stored is None or model_dtype not in (stored, torch.float32):
+    if stored is None or (stored != FP8 and model_dtype not in (stored, torch.float32)):
         own = "float16" if model_dtype == torch.float16 else "bfloat16"
-        rule = "must be the model's own dtype, or bfloat16 or float16 of a float32 model"
+        rule = "must be the model's own dtype, bfloat16 or float16 of a float32 model, or fp8 (e4m3)"
         _refuse("kv_cache_dtype", kv_cache_dtype, f"{rule}: --kv-cache-dtype {own}")
     return stored
 

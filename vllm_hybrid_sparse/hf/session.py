@@ -38,7 +38,7 @@ class DecodeStep:
     """One layer's decode row, for those who watch."""
 
     layer: int
-    query: Tensor  # [q_heads, head_dim], of the KV dtype, rotary embedding applied
+    query: Tensor  # [q_heads, head_dim], of the model's dtype, rotary embedding applied
     keys: Tensor  # [kv_heads, tokens, head_dim], the current token included
     values: Tensor  # likewise
     scale: float
@@ -59,12 +59,17 @@ class _Layer:
     last_key: Tensor = field(default_factory=lambda: torch.empty(0))  # [kv_heads, head_dim] of the last of them
     adoption: int = 0  # the session's, when `tokens` was last true
 
+    def rows(self, part: Tensor) -> Tensor:
+        """[heads, tokens, head_dim] becomes [tokens, heads, head_dim], of the kernel's dtype."""
+        return part.transpose(0, 1).to(self.attention.dtype).contiguous()
+
 
 class SparseSession(AttentionSession):
     """While entered, the model's attention is ours. A prefill begins a new sequence, and so does `adopt`.
 
     max_tokens   the longest sequence; its memory is taken layer by layer at the first call
     watch        called after every decode row of every layer
+    kv_dtype     of the KV cache, as `NativeAttention` takes it; None: the model's
 
     Layers with a sliding window are not ours: they attend to all of it, by Transformers, and are not counted.
 
@@ -80,6 +85,7 @@ class SparseSession(AttentionSession):
         *,
         max_tokens: int,
         watch: Callable[[DecodeStep], None] | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         if max_tokens < 1:
             raise ConfigError(f"max_tokens={max_tokens}: must be at least 1")
@@ -99,6 +105,7 @@ class SparseSession(AttentionSession):
         self._blocks = math.ceil(max_tokens / _BLOCK_TOKENS)
         self._max_tokens = max_tokens
         self._watch = watch
+        self._kv_dtype = kv_dtype
         self._layers: dict[int, _Layer] = {}
         self._block_table = torch.arange(self._blocks, dtype=torch.int32)[None]
         self._slots = self.runtime.requests.of([_SEQUENCE])
@@ -162,8 +169,8 @@ class SparseSession(AttentionSession):
             )
         if total > new and not torch.equal(layer.last_key, key[:, total - new - 1]):
             raise KernelError(f"layer {index}: the cache is of another sequence than is stored; call adopt() before")
-        new_key, new_value = (part[:, total - new :].transpose(0, 1).contiguous() for part in (key, value))
-        output = torch.empty(new, query.shape[0], query.shape[2], dtype=query.dtype)
+        new_key, new_value = (layer.rows(part[:, total - new :]) for part in (key, value))
+        output = torch.empty(new, query.shape[0], query.shape[2], dtype=layer.attention.dtype)
         batch = NativeBatch.from_tensors(
             torch.tensor([0, new], dtype=torch.int32),
             torch.tensor([total], dtype=torch.int32),
@@ -173,7 +180,7 @@ class SparseSession(AttentionSession):
             self._slots,
         )
         layer.attention.forward(
-            query.transpose(0, 1).contiguous(),
+            layer.rows(query),
             new_key,
             new_value,
             layer.kv_cache,
@@ -189,7 +196,7 @@ class SparseSession(AttentionSession):
             plans = [layer.attention.last_plan(0, head) for head in range(key.shape[0])]
             packed = self.hgca_positions(index) if layer.hgca is not None else []
             self._watch(DecodeStep(index, query[:, 0], key, value, scale, plans, output[0], packed))
-        return output
+        return output.to(query.dtype)
 
     def _store(self, layer: _Layer, key: Tensor, value: Tensor, q_heads: int) -> None:
         """Make `key` and `value` all that the layer holds.
@@ -211,8 +218,8 @@ class SparseSession(AttentionSession):
             torch.arange(tokens),
             torch.zeros(len(starts)),
         )
-        query = torch.zeros(tokens, q_heads, key.shape[2], dtype=key.dtype)
-        new_key, new_value = (part.transpose(0, 1).contiguous() for part in (key, value))
+        query = torch.zeros(tokens, q_heads, key.shape[2], dtype=layer.attention.dtype)
+        new_key, new_value = (layer.rows(part) for part in (key, value))
         layer.attention.forward(
             query, new_key, new_value, layer.kv_cache, batch, self.runtime.selection, None, torch.empty_like(query)
         )
@@ -228,17 +235,18 @@ class SparseSession(AttentionSession):
     def score_candidates(self, index: int, query: Tensor) -> Tensor:
         """Scores of the candidate pages of the sequence as stored in one layer, from their summaries.
 
-        query     [q_heads, head_dim], of the KV dtype
+        query     [q_heads, head_dim]
         returns   [q_heads, candidate pages] f32; with key codes the logarithm of what a page is estimated to weigh
         """
         layer = self._layers[index]
         first, end = self.runtime.settings.retained.candidate_range(layer.tokens)
-        return score_pages(layer.attention, query.contiguous(), layer.kv_cache, self._block_table[0], first, end)
+        query = query.to(layer.attention.dtype).contiguous()
+        return score_pages(layer.attention, query, layer.kv_cache, self._block_table[0], first, end)
 
     def _layer(self, index: int, query: Tensor, key: Tensor, scale: float) -> _Layer:
         if index not in self._layers:
             attention = self.runtime.attention(
-                dtype=query.dtype,
+                dtype=self._kv_dtype or query.dtype,
                 num_q_heads=query.shape[0],
                 num_kv_heads=key.shape[0],
                 head_dim=query.shape[2],

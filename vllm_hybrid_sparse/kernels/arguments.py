@@ -1,4 +1,4 @@
-"""What the wrappers of the device kernels check before a kernel that trusts them is launched."""
+"""What the wrappers of the device kernels check before a kernel that trusts them is launched; dtypes of a KV cache."""
 
 from collections.abc import Sequence
 
@@ -87,3 +87,8 @@ def group_size(q_heads: int, kv_heads: int) -> int:
     if kv_heads < 1 or q_heads % kv_heads or q_heads < kv_heads:
         raise KernelError(f"q_heads={q_heads}: must be a multiple of kv_heads={kv_heads}")
     return q_heads // kv_heads
+
+
+def row_dtype(stored: torch.dtype) -> torch.dtype:
+    """What queries, new keys and values, and outputs are of, where the KV cache is of `stored`: bf16 for FP8."""
+    return torch.bfloat16 if stored == torch.float8_e4m3fn else stored

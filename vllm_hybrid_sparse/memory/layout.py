@@ -6,8 +6,8 @@ summaries of all heads, and reads them in one piece.
     block    [kv_heads][pages], [kv_heads][summaries]; split_codes: [kv_heads][pages], [kv_heads][coarse parts],
              [kv_heads][fine parts]
     page     K part, V part; 16 tokens each
-    K part   bf16: [head_dim / 2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
-    V part   bf16: [8 token pairs][head_dim][2 tokens]    f16, f32: [16 tokens][head_dim]
+    K part   bf16, e4m3: [head_dim / 2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
+    V part   bf16, e4m3: [8 token pairs][head_dim][2 tokens]    f16, f32: [16 tokens][head_dim]
     summary  minmax: [max: head_dim][min: head_dim]       cuboid_mean: [centre: head_dim]
              key_codes, whatever the dtype: lines of [16 tokens][4 dims] bytes, each with 8 / code_bits such dims from
              its lowest bits on, [head_dim / 2] bytes with the mean, [16 tokens] bytes, bf16 unit of these bytes, bf16
@@ -19,7 +19,8 @@ summaries of all heads, and reads them in one piece.
              none: nothing
 
 One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no sum across lanes. All
-elements, those of bounds and centres too, are of the KV dtype. Only the summary of a full page holds anything.
+elements, those of bounds and centres too, are of the KV dtype; with e4m3 (eight bits: OCP's FP8 for inference) bounds
+and centres are bf16, which it is widened to. Only the summary of a full page holds anything.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.kernels.arguments import row_dtype
 from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, pack_codes, pack_split_codes
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
 from vllm_hybrid_sparse.values import (
@@ -41,23 +43,32 @@ from vllm_hybrid_sparse.values import (
 )
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+"""By name, what rows and, but for e4m3, pages are of."""
+STORED_DTYPES = {**TORCH_DTYPES, "e4m3": torch.float8_e4m3fn}
+"""By name, what pages are of."""
 
+_PAIRED = ("bf16", "e4m3")  # of whose elements two dims or tokens lie side by side
 _HEAD_DIM_STEP = 16
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """[..., n] becomes [..., n * itemsize] uint8."""
+    return part.contiguous().view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout:
     """Sizes of one KV head's part of a block, and the way in and out of a block. Raises ConfigError."""
 
-    dtype: str  # of K, V and summaries: bf16 | f16 | f32
+    dtype: str  # of K, V and summaries: bf16 | f16 | f32; e4m3, of which summaries are bf16
     head_dim: int  # a multiple of 16, 16 to 512
     block_tokens: int  # tokens of vLLM's block; a multiple of 16
     summary: str  # minmax | cuboid_mean | key_codes | split_codes | none
     code_bits: int = 2  # bits a dimension of key_codes
 
     def __post_init__(self) -> None:
-        if self.dtype not in TORCH_DTYPES:
-            raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(TORCH_DTYPES)}")
+        if self.dtype not in STORED_DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(STORED_DTYPES)}")
         if self.summary not in SUMMARY_VECTORS:
             raise ConfigError(f"summary={self.summary!r}: must be one of {', '.join(SUMMARY_VECTORS)}")
         if self.code_bits not in CODE_BITS:
@@ -78,11 +89,16 @@ class BlockLayout:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The KV dtype as torch names it."""
-        return TORCH_DTYPES[self.dtype]
+        return STORED_DTYPES[self.dtype]
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """What bounds and centres are of, and keys and values before they are stored."""
+        return row_dtype(self.torch_dtype)
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of K, V or a summary."""
+        """Bytes of one element of K or V."""
         return self.torch_dtype.itemsize
 
     @property
@@ -98,7 +114,7 @@ class BlockLayout:
     @property
     def summary_bytes(self) -> int:
         """Bytes of the summary of one page, of split codes both parts."""
-        return summary_bytes(self.summary, self.head_dim, self.element_bytes, self.code_bits)
+        return summary_bytes(self.summary, self.head_dim, self.row_dtype.itemsize, self.code_bits)
 
     @property
     def head_block_bytes(self) -> int:
@@ -114,51 +130,49 @@ class BlockLayout:
         paged_key, paged_value = (
             part.transpose(0, 1).reshape(-1, self.pages_per_block, PAGE_TOKENS, self.head_dim) for part in (key, value)
         )
-        if self.dtype == "bf16":
+        if self.dtype in _PAIRED:
             key_part = paged_key.unflatten(-1, (-1, 2)).transpose(2, 3)
             value_part = paged_value.unflatten(2, (-1, 2)).transpose(3, 4)
         else:
             key_part = paged_key.transpose(2, 3)
             value_part = paged_value
-        pages = torch.cat((key_part.flatten(2), value_part.flatten(2)), dim=2)
-        if self.summary == "none":
-            return pages.flatten()
+        parts = [torch.cat([_bytes(part.flatten(2)) for part in (key_part, value_part)], dim=2)]
+        keys = key.to(self.row_dtype).unbind(1)
         if self.summary == "split_codes":
-            parts = [pack_split_codes(encode_keys(head, CODE_BITS[-1])) for head in key.unbind(1)]
-            coarse, fine = (torch.stack(part).view(self.torch_dtype) for part in zip(*parts, strict=True))
-            return torch.cat((pages.flatten(), coarse.flatten(), fine.flatten()))
-        if self.summary == "key_codes":
-            codes = [pack_codes(encode_keys(head, self.code_bits)) for head in key.unbind(1)]
-            summaries = torch.stack(codes).view(self.torch_dtype)
-        else:
-            summaries = torch.stack([summarize_pages(head, self.summary) for head in key.unbind(1)])
-        return torch.cat((pages.flatten(), summaries.flatten()))
+            codes = [pack_split_codes(encode_keys(head, CODE_BITS[-1])) for head in keys]
+            parts += [torch.stack(part) for part in zip(*codes, strict=True)]
+        elif self.summary == "key_codes":
+            parts += [pack_codes(encode_keys(head, self.code_bits)) for head in keys]
+        elif self.summary != "none":
+            parts += [_bytes(summarize_pages(head, self.summary)) for head in keys]
+        return torch.cat([part.flatten() for part in parts]).view(self.torch_dtype)
 
     def unpack(self, block: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """K, V and the summaries that a block holds.
 
         block     [any], num_kv_heads * head_block_bytes contiguous bytes of any dtype
-        returns   key, value [block_tokens, kv_heads, head_dim]; summaries [kv_heads, pages, vectors, head_dim], of key
-                  codes and of none [kv_heads, pages, summary_bytes] uint8, split codes' fine part after the coarse
+        returns   key, value [block_tokens, kv_heads, head_dim] of `row_dtype`; summaries [kv_heads, pages, vectors,
+                  head_dim] likewise, of key codes and of none [kv_heads, pages, summary_bytes] uint8, split codes'
+                  fine part after the coarse
         """
-        elements = block.view(self.torch_dtype)
-        pages_elements = num_kv_heads * self.pages_per_block * self.page_bytes // self.element_bytes
-        key_part, value_part = elements[:pages_elements].view(num_kv_heads, self.pages_per_block, 2, -1).unbind(2)
-        if self.dtype == "bf16":
+        content = block.view(torch.uint8)
+        pages_bytes = num_kv_heads * self.pages_per_block * self.page_bytes
+        pages = content[:pages_bytes].view(self.torch_dtype).to(self.row_dtype)
+        key_part, value_part = pages.view(num_kv_heads, self.pages_per_block, 2, -1).unbind(2)
+        if self.dtype in _PAIRED:
             key = key_part.unflatten(-1, (-1, PAGE_TOKENS, 2)).transpose(2, 3)
             value = value_part.unflatten(-1, (-1, self.head_dim, 2)).transpose(3, 4)
         else:
             key = key_part.unflatten(-1, (-1, PAGE_TOKENS)).transpose(2, 3)
             value = value_part
         heads_shape = (num_kv_heads, self.block_tokens, self.head_dim)
-        rest = elements[pages_elements : num_kv_heads * self.head_block_bytes // self.element_bytes]
+        rest = content[pages_bytes : num_kv_heads * self.head_block_bytes]
         if self.summary == "split_codes":
-            both = rest.view(torch.uint8).view(-1)
             fine = num_kv_heads * self.pages_per_block * fine_bytes(self.summary, self.head_dim)
-            parts = [part.view(num_kv_heads, self.pages_per_block, -1) for part in (both[:-fine], both[-fine:])]
+            parts = [part.view(num_kv_heads, self.pages_per_block, -1) for part in (rest[:-fine], rest[-fine:])]
             summaries = torch.cat(parts, dim=2)
         elif self.summary in ("key_codes", "none"):
-            summaries = rest.view(torch.uint8).view(num_kv_heads, self.pages_per_block, self.summary_bytes)
+            summaries = rest.view(num_kv_heads, self.pages_per_block, self.summary_bytes)
         else:
-            summaries = rest.view(num_kv_heads, self.pages_per_block, -1, self.head_dim)
+            summaries = rest.view(self.row_dtype).view(num_kv_heads, self.pages_per_block, -1, self.head_dim)
         return key.reshape(heads_shape).transpose(0, 1), value.reshape(heads_shape).transpose(0, 1), summaries

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.arguments import row_dtype
 from vllm_hybrid_sparse.predictor.features import FEATURES
 from vllm_hybrid_sparse.values import (
     CODE_BITS,
@@ -26,6 +27,8 @@ from vllm_hybrid_sparse.values import (
 )
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+STORED_NAMES = {**DTYPE_NAMES, torch.float8_e4m3fn: "e4m3"}
+"""Dtypes of a KV cache."""
 
 
 def supported_isas() -> list[str]:
@@ -190,14 +193,16 @@ class NativeAttention:
     ) -> None:
         """A kernel without a KV cache of its own; every argument is checked.
 
+        dtype            of the KV cache. With torch.float8_e4m3fn queries, new keys and values, and outputs are bf16,
+                         and what does not fit is stored as the largest number, 448; else they are of it, too
         common_keys      take what the keys of 32 pages have in common out of their key codes, where it is long beside
                          what tells them apart (`common_key` of kernels/key_codes/reference.py); all summaries are
                          then made by `forward`
         sliding_window   tokens that a row attends to, its own included, and all of them, whatever the selection says;
                          0: no window
         """
-        if dtype not in DTYPE_NAMES:
-            raise KernelError(f"dtype={dtype}: must be bfloat16, float16 or float32")
+        if dtype not in STORED_NAMES:
+            raise KernelError(f"dtype={dtype}: must be bfloat16, float16, float32 or float8_e4m3fn")
         if num_kv_heads < 1 or num_q_heads % num_kv_heads:
             raise KernelError(f"num_q_heads={num_q_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
         if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
@@ -220,7 +225,7 @@ class NativeAttention:
         names = supported_isas()
         if isa not in ("auto", *names):
             raise KernelError(f"isa={isa!r}: must be auto or one that this machine runs: {', '.join(names)}")
-        self.dtype = dtype
+        self.dtype = row_dtype(dtype)  # of rows
         self.num_q_heads = num_q_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -228,7 +233,7 @@ class NativeAttention:
         self.sliding_window = sliding_window
         self.pool = pool or make_thread_pool(num_threads)
         self.layout = _native.Layout(
-            getattr(_native.DType, DTYPE_NAMES[dtype]),
+            getattr(_native.DType, STORED_NAMES[dtype]),
             head_dim,
             block_tokens,
             getattr(_native.Summary, summary),
@@ -257,7 +262,7 @@ class NativeAttention:
     ) -> None:
         """Append the batch's keys and values, summarise the pages they fill, attend, and write `output`.
 
-        query, output   [tokens, q_heads, head_dim]    of the KV dtype, a token's heads contiguous
+        query, output   [tokens, q_heads, head_dim]    of `dtype`, a token's heads contiguous
         key, value      [tokens, kv_heads, head_dim]   likewise; None: nothing to append
         kv_cache        [blocks, …]                    any dtype; a row's first kv_heads * head_block_bytes bytes are
                                                        the block, contiguous

@@ -1,0 +1,44 @@
+"""What a layer does with rows that are not of the KV cache's dtype, or that it holds by a scale."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_hybrid_sparse.glue.impl import HybridSparseImpl
+from vllm_hybrid_sparse.glue.support import FP8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("k_scale", "v_scale"), [(1.0, 1.0), (0.25, 4.0)])
+def test_a_checkpoints_scales_are_taken_out_of_keys_and_values_and_put_back(
+    dtype: torch.dtype, k_scale: float, v_scale: float
+) -> None:
+    query, key, value = torch.randn(3, 5, 2, 16).to(torch.bfloat16).to(dtype)
+    given: list[Tensor] = []
+
+    def attend(*rows: Any) -> None:
+        given.extend(rows[:3])
+        rows[5].copy_(rows[2])  # the output is the values as they are stored
+
+    runtime = SimpleNamespace(settings=SimpleNamespace(prediction=None), loaded_blocks=None)
+    layer_of_ours: Any = SimpleNamespace(
+        stored_dtype=FP8,
+        attention=SimpleNamespace(dtype=torch.bfloat16),
+        _runtime=runtime,
+        _fluxion=None,
+        _appends=True,
+        _attend=attend,
+    )
+    layer = SimpleNamespace(_k_scale_float=k_scale, _v_scale_float=v_scale)
+    metadata: Any = SimpleNamespace(batch=SimpleNamespace())
+    output = HybridSparseImpl.forward(
+        layer_of_ours, layer, query, key, value, torch.empty(0), metadata, torch.empty_like(value)
+    )
+    assert [rows.dtype for rows in given] == [torch.bfloat16] * 3
+    for rows, wanted in zip(given, (query * k_scale, key / k_scale, value / v_scale), strict=True):
+        assert torch.equal(rows.to(dtype), wanted)  # powers of two: nothing is rounded
+    assert output.dtype == dtype
+    assert torch.equal(output, value)
