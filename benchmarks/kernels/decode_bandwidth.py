@@ -20,7 +20,7 @@ from benchmarks.kernels.decode_layers import Shape, check_step, make_arena, time
 from benchmarks.report import markdown_table, save, spread
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.kernels.paged_attention.native import make_thread_pool
-from vllm_hybrid_sparse.memory.layout import TORCH_DTYPES
+from vllm_hybrid_sparse.memory.layout import STORED_DTYPES
 from vllm_hybrid_sparse.settings import SUMMARIES
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
@@ -46,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--head-dims", default=[64, 128], type=separated(int))
     parser.add_argument("--groups", default=[1, 3, 4, 8], type=separated(int), help="query heads of a KV head")
     parser.add_argument("--summaries", default=list(SUMMARIES), type=separated(str), help="kinds of page summary")
-    parser.add_argument("--dtype", default="bf16", choices=TORCH_DTYPES, help="of queries and KV (%(default)s)")
+    parser.add_argument("--dtype", default="bf16", choices=STORED_DTYPES, help="of KV (%(default)s)")
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--threads", default=len(os.sched_getaffinity(0)), type=int)
     parser.add_argument("--helpers", default="own", choices=("own", "openmp"))

@@ -30,12 +30,12 @@ class Shape:
     kv_heads: int
     budget_ratio: float  # of the candidate pages; 1 reads all of them without scoring
     summary: str
-    dtype: str = "bf16"  # of queries and KV: bf16 | f16 | f32
+    dtype: str = "bf16"  # of KV, and but for e4m3 of queries: bf16 | f16 | f32 | e4m3
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch names it."""
-        return self.layout.torch_dtype
+    def row_dtype(self) -> torch.dtype:
+        """The queries' dtype as torch names it."""
+        return self.layout.row_dtype
 
     @property
     def selection(self) -> SelectionSpec:
@@ -63,7 +63,7 @@ class Shape:
     def attention(self, pool: _native.ThreadPool, isa: str) -> NativeAttention:
         """The kernel of this shape."""
         return NativeAttention(
-            dtype=self.torch_dtype,
+            dtype=self.layout.torch_dtype,
             num_q_heads=self.kv_heads * self.group,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
@@ -90,7 +90,7 @@ def fill_blocks(shape: Shape, blocks: Tensor, attention: NativeAttention) -> Non
     made = min(_MADE_BLOCKS, len(blocks))
     tokens = made * BLOCK_TOKENS
     generator = torch.Generator().manual_seed(0)
-    key, value = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, generator=generator).to(shape.torch_dtype)
+    key, value = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, generator=generator).to(shape.row_dtype)
     batch = NativeBatch.from_tensors(
         query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
         seq_lens=torch.tensor([tokens], dtype=torch.int32),
@@ -98,7 +98,7 @@ def fill_blocks(shape: Shape, blocks: Tensor, attention: NativeAttention) -> Non
         slot_mapping=torch.arange(tokens),
         decode_mask=torch.tensor([False]),
     )
-    query = torch.zeros(tokens, shape.kv_heads * shape.group, shape.head_dim, dtype=shape.torch_dtype)
+    query = torch.zeros(tokens, shape.kv_heads * shape.group, shape.head_dim, dtype=shape.row_dtype)
     attention.forward(query, key, value, blocks[:made], batch, shape.selection, RETAINED, torch.empty_like(query))
     for start in range(made, len(blocks), made):
         part = blocks[start : start + made]
@@ -120,8 +120,8 @@ def check_step(shape: Shape, pool: _native.ThreadPool, isa: str) -> None:
     """Append a request's tokens, decode its last one and compare with the reference; AssertionError where it is off."""
     generator = torch.Generator().manual_seed(1)
     q_heads, tokens = shape.kv_heads * shape.group, _CHECK_TOKENS
-    query = torch.randn(tokens, q_heads, shape.head_dim, generator=generator).to(shape.torch_dtype)
-    key, value = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, generator=generator).to(shape.torch_dtype)
+    query = torch.randn(tokens, q_heads, shape.head_dim, generator=generator).to(shape.row_dtype)
+    key, value = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, generator=generator).to(shape.row_dtype)
     num_blocks = -(-tokens // BLOCK_TOKENS)
     cache = torch.full((num_blocks, shape.block_bytes), 0xFF, dtype=torch.uint8)
     block_ids = torch.randperm(num_blocks, generator=generator)
@@ -138,10 +138,11 @@ def check_step(shape: Shape, pool: _native.ThreadPool, isa: str) -> None:
         )
         rows = slice(start, end)
         attention.forward(query[rows], key[rows], value[rows], cache, batch, shape.selection, RETAINED, output[rows])
+    stored_key, stored_value = (part.to(shape.layout.torch_dtype).to(shape.row_dtype) for part in (key, value))
     expected = paged_attention(
         query[-1:],
-        [key],
-        [value],
+        [stored_key],
+        [stored_value],
         query_lens=[1],
         decode_mask=[True],
         selector=SpecSelector(shape.selection),
@@ -171,7 +172,7 @@ def time_steps(
     generator = torch.Generator().manual_seed(2)
     batch = one_row_batch(tokens, torch.randperm(num_blocks, generator=generator))
     queries = torch.randn(layers, 1, shape.kv_heads * shape.group, shape.head_dim, generator=generator).to(
-        shape.torch_dtype
+        shape.row_dtype
     )
     output = torch.empty_like(queries[0])
     selection = native_selection(shape.selection, RETAINED)
