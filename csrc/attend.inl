@@ -241,8 +241,8 @@ static int rows_of_tile(int rows) {
   return rows > 2 * kWideRowTile ? kRowTile : kWideRowTile;
 }
 
-// The chunk's pages of narrow elements as bf16, where all is computed from. While keys are widened their values are fetched, meanwhile
-// the next keys; the rest fetches nothing. Pages that only fill the chunk are the first once more.
+// Makes the chunk one of bf16 pages in memory of the thread, from pages of narrow elements. Memory works here alone: while keys are
+// widened their values are fetched, while values are the next chunk's keys. Pages that only fill the chunk are its first once more.
 template <class T>
 [[gnu::noinline]]
 static void widen_chunk(Chunk<T>& chunk, int head_dim, bool scores_only) {

@@ -11,6 +11,7 @@ from vllm_hybrid_sparse.glue.cpu_threads import SPIN_COUNT, SPIN_COUNT_VARIABLE
 
 START_TIMEOUT_S = 900  # the first start compiles
 DTYPES = {"bfloat16": 2, "float32": 4}  # bytes a number
+KV_BYTES = {**DTYPES, "fp8": 1.2}  # with what key codes, which stay as large, take more of it
 _SPARE = 1.15  # summaries and partly filled blocks
 FILLING_CONNECTOR = {
     "kv_connector": "DecodeBenchConnector",
@@ -56,8 +57,8 @@ def serve_args(model: Path, model_tokens: int, cached_tokens: int, filled: bool,
 
 
 def kv_memory_arg(model: Path, cached_tokens: int, dtype: str) -> str:
-    """Return the option that gives a KV cache of so many tokens its memory; `dtype` is what it is stored in."""
-    return f"--kv-cache-memory-bytes={int(cached_tokens * read_shape(model).token_bytes(DTYPES[dtype]) * _SPARE)}"
+    """Return the option that gives a KV cache of so many tokens its memory; it is stored in `dtype`, of KV_BYTES."""
+    return f"--kv-cache-memory-bytes={int(cached_tokens * read_shape(model).token_bytes(1) * KV_BYTES[dtype] * _SPARE)}"
 
 
 def our_args(settings: dict[str, object], kv_cache_dtype: str = "auto") -> list[str]:

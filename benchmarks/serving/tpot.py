@@ -219,7 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--settings", default="{}", type=json.loads, help="more settings of our backend, as JSON")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of both sides (%(default)s)")
     parser.add_argument(
-        "--kv-cache-dtype", default="auto", choices=("auto", "bfloat16"), help="of our side (%(default)s)"
+        "--kv-cache-dtype", default="auto", choices=("auto", "bfloat16", "fp8"), help="of our side (%(default)s)"
     )
     parser.add_argument("--tokens", default=64, type=int, help="output tokens of a stream that are timed")
     parser.add_argument("--rounds", default=0, type=int, help="instead of each case's own number")
