@@ -59,8 +59,11 @@ NB_MODULE(_native, m) {
   m.doc() = "Native core of vllm_hybrid_sparse: paged sparse attention on the CPU.";
   m.attr("PAGE_TOKENS") = kPageTokens;
 
-  nb::enum_<DType>(m, "DType").value("bf16", DType::bf16).value("f16", DType::f16).value("f32", DType::f32).value(
-      "e4m3", DType::e4m3);
+  nb::enum_<DType>(m, "DType")
+      .value("bf16", DType::bf16)
+      .value("f16", DType::f16)
+      .value("f32", DType::f32)
+      .value("e4m3", DType::e4m3);
   nb::enum_<Summary>(m, "Summary")
       .value("minmax", Summary::minmax)
       .value("cuboid_mean", Summary::cuboid_mean)

@@ -13,6 +13,8 @@ class DType(enum.Enum):
 
     f32 = 2
 
+    e4m3 = 3
+
 class Summary(enum.Enum):
     minmax = 0
 
