@@ -225,9 +225,9 @@ NB_MODULE(_native, m) {
       }, "kv"_a, "block_stride"_a, "query"_a, "query_stride"_a, "key"_a, "key_stride"_a, "value"_a, "value_stride"_a,
            "out"_a, "out_stride"_a, "sinks"_a, "batch"_a, "selection"_a, "hgca"_a.none(), "fluxion"_a.none(),
            nb::call_guard<nb::gil_scoped_release>())
-      .def("summarize", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t blocks, int count) {
-        self.summarize(at<char>(kv), block_stride, at<int32_t>(blocks), count);
-      }, nb::call_guard<nb::gil_scoped_release>())
+      .def("summarize", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t blocks, uintptr_t starts, int sequences) {
+        self.summarize(at<char>(kv), block_stride, at<int32_t>(blocks), at<int32_t>(starts), sequences);
+      }, "kv"_a, "block_stride"_a, "blocks"_a, "starts"_a, "sequences"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("score_pages", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t block_table, uintptr_t query,
                              int page_begin, int count, uintptr_t scores) {
         self.score_pages({at<char>(kv), block_stride, at<int32_t>(block_table)}, at<char>(query), page_begin, count,

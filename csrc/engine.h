@@ -135,8 +135,9 @@ class Engine {
   // `hgca`, `fluxion`: null, or the layer's state, one of them at most, which then decides what decode rows read; needs
   // batch.slots. Fluxion takes the retained set from the selection, and nothing else.
   void forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca, FluxionLayer* fluxion);
-  // Summarises every page of some blocks anew, for keys that something else has written.
-  void summarize(char* kv, int64_t block_stride, const int32_t* blocks, int count);
+  // Summarises every page of some blocks anew, for keys that something else has written: blocks of sequences from their beginnings,
+  // those of sequence s from starts[s] to starts[s + 1].
+  void summarize(char* kv, int64_t block_stride, const int32_t* blocks, const int32_t* starts, int sequences);
   // The parts of a decode row one at a time, for a runtime that decides in between (host_tasks.cpp). They count nothing.
   // Scores the summaries of pages [page_begin, page_begin + count) of one request for a token's query heads:
   // scores [q_heads][count].
@@ -307,7 +308,7 @@ class Engine {
 
   void append(const LayerCall& call, const Batch& batch);
   void summarize_filled(const LayerCall& call, const Batch& batch);
-  void summarize_page(char* block, int head, int page, const float* common);
+  void summarize_page(char* block, int head, int page, const PageTable& sequence, int page_of_sequence);
   bool takes_common_keys() const { return geometry_.common_keys && geometry_.layout.summary == Summary::key_codes; }
   bool common_key(const PageTable& table, int page, float* common) const;
   void add_common(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count, float* scores,

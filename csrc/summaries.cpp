@@ -1,4 +1,6 @@
 // Summaries are made of whole pages: of those that a batch fills, when all of its keys are stored, and of those that others wrote.
+#include <unordered_set>
+
 #include "engine.h"
 #include "split_codes.h"
 
@@ -26,30 +28,38 @@ void Engine::summarize_filled(const LayerCall& call, const Batch& batch) {
     const int head = i % geometry_.kv_heads;
     char* block = call.kv + filled.slot / layout.block_tokens * call.block_stride;
     const int page = static_cast<int>(filled.slot % layout.block_tokens / kPageTokens);
-    alignas(64) float common[kMaxHeadDim];
-    const bool less = takes_common_keys() && common_key(page_table(call, batch, filled.request, head), filled.page, common);
-    summarize_page(block, head, page, less ? common : nullptr);
+    summarize_page(block, head, page, page_table(call, batch, filled.request, head), filled.page);
   };
   const int tasks = static_cast<int>(filled_.size()) * geometry_.kv_heads;
   if (tasks > kSerialSummaries) return pool_.for_each(tasks, summarize);
   for (int i = 0; i < tasks; ++i) summarize(i);
 }
 
-void Engine::summarize(char* kv, int64_t block_stride, const int32_t* blocks, int count) {
-  const Layout& layout = geometry_.layout;
+void Engine::summarize(char* kv, int64_t block_stride, const int32_t* blocks, const int32_t* starts, int sequences) {
+  const int per_block = geometry_.layout.pages_per_block();
+  std::unordered_set<int32_t> met;
+  std::vector<int> fresh;  // blocks of the sequence that none before it has
   pool_.session([&] {
-    pool_.for_each(count * geometry_.kv_heads, [&](int i) {
-      char* block = kv + blocks[i / geometry_.kv_heads] * block_stride;
-      const int head = i % geometry_.kv_heads;
-      for (int page = 0; page < layout.pages_per_block(); ++page) summarize_page(block, head, page, nullptr);
-    });
+    for (int s = 0; s < sequences; ++s) {
+      const RequestPages of = {kv, block_stride, blocks + starts[s]};
+      fresh.clear();
+      for (int index = 0; index < starts[s + 1] - starts[s]; ++index)
+        if (met.insert(of.block_table[index]).second) fresh.push_back(index);
+      pool_.for_each(static_cast<int>(fresh.size()) * geometry_.kv_heads, [&](int i) {
+        const int index = fresh[i / geometry_.kv_heads], head = i % geometry_.kv_heads;
+        char* block = kv + of.block_table[index] * block_stride;
+        for (int page = 0; page < per_block; ++page) summarize_page(block, head, page, page_table(of, head), index * per_block + page);
+      });
+    }
   });
 }
 
-// common   taken out of the keys before they are encoded; null: nothing
-void Engine::summarize_page(char* block, int head, int page, const float* common) {
+// Of a page of the block, which is page `page_of_sequence` of the sequence whose pages are `sequence`.
+void Engine::summarize_page(char* block, int head, int page, const PageTable& sequence, int page_of_sequence) {
   const Layout& layout = geometry_.layout;
   if (layout.summary == Summary::none) return;
+  alignas(64) float memory[kMaxHeadDim];
+  const float* common = takes_common_keys() && common_key(sequence, page_of_sequence, memory) ? memory : nullptr;
   const char* content = block + head * layout.head_pages_bytes() + page * layout.page_bytes();
   char* summaries = block + geometry_.kv_heads * layout.head_pages_bytes();
   char* summary = summaries + head * layout.head_summaries_bytes() + page * layout.coarse_bytes();

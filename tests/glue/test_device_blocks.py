@@ -77,7 +77,7 @@ def test_blocks_that_are_copied_zeroed_or_loaded_are_dropped_in_every_layer(work
 def test_a_block_that_was_loaded_in_part_is_dropped_too(worker: Any) -> None:
     new = SimpleNamespace(block_ids=([5, 4, 3],), num_computed_tokens=33)
     worker.execute_model(step(scheduled_new_reqs=[new]))
-    assert worker._runtime.loaded_blocks.tolist() == [4, 5]
+    assert worker._runtime.loaded_blocks.blocks.tolist() == [5, 4]
     assert resident(worker) == {0, 1, 2, 3}
 
 

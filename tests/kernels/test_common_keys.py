@@ -10,6 +10,7 @@ from tests.kernels.served_layer import Request, ServedLayer, Shape
 from tests.kernels.step_checks import CODE_TIE
 from vllm_hybrid_sparse.kernels.key_codes.reference import COMMON_KEY_PAGES, common_key, encode_keys, estimate_weights
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import score_pages
+from vllm_hybrid_sparse.runtime.loaded_blocks import LoadedBlocks
 from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 
 BIAS = 150.0  # of eight pairs of dims of KV head 0; KV head 1 has none. Its length is 424; Qwen2.5-7B has such layers
@@ -114,3 +115,23 @@ def test_nothing_changes_where_keys_have_little_in_common(dtype: torch.dtype) ->
             layer.step([(request, tokens)], key_offset=1.0)
         caches.append(layer.kv_cache)
     assert torch.equal(*caches)
+
+
+def test_summaries_that_are_made_anew_are_less_it_too() -> None:
+    """Of two sequences that share their first blocks, as a KV connector loads them."""
+    layer, first = served(Shape(num_q_heads=6, summary="key_codes", common_keys=True, num_threads=2), 1710)
+    second = Request(first.key[:768], first.value[:768], first.blocks[:24])
+    layer.step([(second, 150)], tokens=biased(layer.shape, 150, 5000))
+    before = layer.kv_cache.clone()
+    layout, kv_heads = layer.attention.layout, layer.shape.num_kv_heads
+    whole = [request.blocks[: len(request.key) // layer.shape.block_tokens] for request in (first, second)]
+    layer.kv_cache[:, kv_heads * layout.pages_per_block * layout.page_bytes :] = 0x5A
+    loaded = LoadedBlocks.of(whole)
+    assert loaded is not None
+    layer.attention.summarize(layer.kv_cache, loaded.blocks, loaded.starts)
+    for blocks in whole:
+        assert torch.equal(layer.kv_cache[blocks], before[blocks])
+    tail = torch.tensor(whole[0][20:], dtype=torch.int32)
+    layer.attention.summarize(layer.kv_cache, tail)  # as if a sequence began with them
+    assert not torch.equal(layer.kv_cache[whole[0]], before[whole[0]]), "the case is not tested"
+    assert LoadedBlocks.of([[]]) is None

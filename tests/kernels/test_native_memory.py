@@ -169,3 +169,11 @@ def test_blocks_to_summarise_must_exist(blocks: torch.Tensor) -> None:
     layer = ServedLayer(Shape(), num_blocks=6)
     with pytest.raises(KernelError, match="blocks="):
         layer.attention.summarize(layer.kv_cache, blocks)
+
+
+@pytest.mark.parametrize("starts", [[], [0], [1, 2], [0, 1], [0, 2, 1, 2]])
+def test_sequences_to_summarise_must_be_of_all_blocks(starts: list[int]) -> None:
+    layer = ServedLayer(Shape(), num_blocks=6)
+    blocks, given = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([3, 4], starts))
+    with pytest.raises(KernelError, match=r"starts=\[.*\]: must ascend from 0 to the number of blocks, 2"):
+        layer.attention.summarize(layer.kv_cache, blocks, given)

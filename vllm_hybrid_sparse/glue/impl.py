@@ -66,7 +66,6 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             refuse_beside_window(sliding_window, self._runtime.settings, vllm_config.kv_transfer_config)
         if sinks is not None:
             refuse_sinks(self._runtime.settings)
-        self._connected = vllm_config.kv_transfer_config is not None  # something else writes pages, too
         self._sinks_parameter = sinks
         self._sinks: Tensor | None = None  # its values, once they are loaded
         self.num_heads = num_heads
@@ -97,7 +96,6 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             block_tokens=block_tokens,
             scale=self.scale,
             sliding_window=self._sliding_window,
-            common_keys=not self._connected,
         )
         self._hgca = self._runtime.hgca_layer(self.attention)
 
@@ -137,9 +135,9 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             return output.zero_()
         loaded = self._runtime.loaded_blocks
         if loaded is not None and self._appends:
-            self.attention.summarize(kv_cache, loaded)
+            self.attention.summarize(kv_cache, loaded.blocks, loaded.starts)
             if self._runtime.cuda_layers is not None:
-                self._runtime.cuda_layers.encode_blocks(kv_cache, loaded.tolist())
+                self._runtime.cuda_layers.encode_blocks(kv_cache, loaded.blocks.tolist())
         batch = attn_metadata.batch
         if isinstance(batch, DeviceBatch):
             layers = self._runtime.cuda_layers

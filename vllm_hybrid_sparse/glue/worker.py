@@ -20,6 +20,7 @@ from vllm_hybrid_sparse.memory.frames import with_frame_room
 from vllm_hybrid_sparse.memory.prefault import prefault
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 from vllm_hybrid_sparse.runtime.host import begin_engine, host_runtime
+from vllm_hybrid_sparse.runtime.loaded_blocks import LoadedBlocks
 
 logger = init_logger("vllm.hybrid_sparse")
 
@@ -133,7 +134,7 @@ class HostStoreWorker(WorkerBase):
             tiers = tiers + late_tiers
         return stats + late_stats, tiers
 
-    def _loaded_blocks(self, scheduler_output: Any) -> torch.Tensor | None:
+    def _loaded_blocks(self, scheduler_output: Any) -> LoadedBlocks | None:
         """Cached blocks of the requests that begin or resume in this step: a KV connector may have loaded them.
 
         Blocks that were cached here are among them; to summarise these again changes nothing.
@@ -148,13 +149,12 @@ class HostStoreWorker(WorkerBase):
             if req_id in cached.resumed_req_ids and block_ids is not None
         ]
         block_tokens = self.vllm_config.cache_config.block_size
-        blocks = {block for block_ids, computed in begun for block in block_ids[0][: -(-computed // block_tokens)]}
-        return torch.tensor(sorted(blocks), dtype=torch.int32) if blocks else None
+        return LoadedBlocks.of(block_ids[0][: -(-computed // block_tokens)] for block_ids, computed in begun)
 
     def _blocks_written_elsewhere(self, scheduler_output: Any) -> list[int]:
         """Blocks that this step writes other than through the layers: loaded by a KV connector, copied, or zeroed."""
         loaded = self._runtime.loaded_blocks
-        blocks = set() if loaded is None else set(loaded.tolist())
+        blocks = set() if loaded is None else set(loaded.blocks.tolist())
         blocks.update(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
         blocks.update(scheduler_output.new_block_ids_to_zero or ())
         return sorted(blocks)

@@ -19,6 +19,7 @@ from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
 from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus, num_usable_cores
 from vllm_hybrid_sparse.runtime.launch_graphs import CudaCapture
+from vllm_hybrid_sparse.runtime.loaded_blocks import LoadedBlocks
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 from vllm_hybrid_sparse.values import CODE_BITS, SPLIT_HEAD_DIM, SelectionSpec
@@ -60,14 +61,14 @@ class HostRuntime:
         self.pool = make_thread_pool(threads, helpers=helpers, cpus=helper_cpus(threads))
         # Blocks of requests in the step under way that a KV connector may have written; the worker sets it, each layer
         # summarises them before it attends.
-        self.loaded_blocks: torch.Tensor | None = None
+        self.loaded_blocks: LoadedBlocks | None = None
         self.requests = RequestSlots()
         self.blocks = BlockMirror()  # of a CUDA device, whose worker keeps it
         self.device_tier: DeviceTier | None = None  # once `open_device` has made it
         self.cuda_layers: CudaLayers | None = None  # likewise, of a CUDA device
         self._hgca_layers: list[_native.HgcaLayer] = []
         self._predictor: tuple[_native.HeadPredictor, float] | None = None  # and the error that it was made for
-        self._attention: dict[tuple[torch.dtype, int, int, int, int, float, int, bool], NativeAttention] = {}
+        self._attention: dict[tuple[torch.dtype, int, int, int, int, float, int], NativeAttention] = {}
         self._layers = self._windowed = 0  # attention layers, and those of them with a sliding window
 
     def attention(
@@ -80,16 +81,11 @@ class HostRuntime:
         block_tokens: int,
         scale: float,
         sliding_window: int = 0,
-        common_keys: bool = True,
     ) -> NativeAttention:
-        """The kernel for one more layer of this shape; one with a sliding window keeps no summaries.
-
-        common_keys   of `NativeAttention`; only where every page is written by its `forward`
-        """
+        """The kernel for one more layer of this shape; one with a sliding window keeps no summaries."""
         self._layers += 1
         self._windowed += sliding_window > 0
-        common_keys &= self.settings.device == "none"
-        shape = (dtype, num_q_heads, num_kv_heads, head_dim, block_tokens, scale, sliding_window, common_keys)
+        shape = (dtype, num_q_heads, num_kv_heads, head_dim, block_tokens, scale, sliding_window)
         if shape not in self._attention:
             self._attention[shape] = NativeAttention(
                 dtype=dtype,
@@ -101,7 +97,7 @@ class HostRuntime:
                 summary="none" if sliding_window else self._summary(head_dim),
                 sliding_window=sliding_window,
                 code_bits=self.settings.page_code_bits,
-                common_keys=common_keys,
+                common_keys=self.settings.device == "none",  # a device writes pages without their sequence
                 isa=self.settings.isa,
                 pool=self.pool,
             )

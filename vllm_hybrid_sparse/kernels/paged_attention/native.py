@@ -196,8 +196,8 @@ class NativeAttention:
         dtype            of the KV cache. With torch.float8_e4m3fn queries, new keys and values, and outputs are bf16,
                          and what does not fit is stored as the largest number, 448; else they are of it, too
         common_keys      take what the keys of 32 pages have in common out of their key codes, where it is long beside
-                         what tells them apart (`common_key` of kernels/key_codes/reference.py); all summaries are
-                         then made by `forward`
+                         what tells them apart (`common_key` of kernels/key_codes/reference.py); `summarize` is then
+                         told whole sequences
         sliding_window   tokens that a row attends to, its own included, and all of them, whatever the selection says;
                          0: no window
         """
@@ -325,21 +325,28 @@ class NativeAttention:
             window_tokens=retained.window_tokens,
         )
 
-    def summarize(self, kv_cache: Tensor, blocks: Tensor) -> None:
+    def summarize(self, kv_cache: Tensor, blocks: Tensor, starts: Tensor | None = None) -> None:
         """Summarise the pages of some blocks anew, after something else than `forward` has written their keys.
 
-        It does not know which sequences they are of, so nothing that keys have in common is taken out.
-
         kv_cache   as in `forward`
-        blocks     [blocks] int32, on the CPU; what it gives to pages that are not full is not used
+        blocks     [blocks] int32, on the CPU: of sequences from their beginnings, one after another; what it gives to
+                   pages that are not full is not used
+        starts     [sequences + 1] int32, likewise: where the blocks of each begin, and their number; None: of one
         """
-        if blocks.dtype != torch.int32 or blocks.dim() != 1 or not blocks.is_contiguous():
-            raise KernelError(f"blocks={blocks.dtype} of {blocks.dim()} dims: must be contiguous int32 of 1")
+        if starts is None:
+            starts = torch.tensor([0, len(blocks)], dtype=torch.int32)
+        for name, given in (("blocks", blocks), ("starts", starts)):
+            if given.dtype != torch.int32 or given.dim() != 1 or not given.is_contiguous():
+                raise KernelError(f"{name}={given.dtype} of {given.dim()} dims: must be contiguous int32 of 1")
+        if not len(starts) or starts[0] != 0 or starts[-1] != len(blocks) or bool((starts.diff() < 0).any()):
+            raise KernelError(f"starts={starts.tolist()}: must ascend from 0 to the number of blocks, {len(blocks)}")
         if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < len(kv_cache):
             raise KernelError(
                 f"blocks={int(blocks.min())} to {int(blocks.max())}: must be within the {len(kv_cache)} there are"
             )
-        self.engine.summarize(kv_cache.data_ptr(), self.block_stride(kv_cache), blocks.data_ptr(), blocks.numel())
+        self.engine.summarize(
+            kv_cache.data_ptr(), self.block_stride(kv_cache), blocks.data_ptr(), starts.data_ptr(), len(starts) - 1
+        )
 
     def block_stride(self, kv_cache: Tensor) -> int:
         """Bytes from one block to the next. KernelError where a row is too short for a block."""
