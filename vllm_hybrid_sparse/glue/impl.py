@@ -148,18 +148,17 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             return output
         if not self._appends:
             key = value = None
-        scales = (layer._k_scale_float, layer._v_scale_float) if self.stored_dtype == FP8 else (1.0, 1.0)
-        if query.dtype == self.attention.dtype and scales == (1.0, 1.0):
+        k_scale, v_scale = (layer._k_scale_float, layer._v_scale_float) if self.stored_dtype == FP8 else (1.0, 1.0)
+        rows = self.attention.dtype
+        if query.dtype == rows and k_scale == v_scale == 1.0:
             self._attend(query, key, value, kv_cache, batch, output)
             return output
         # The KV cache is narrower than the model, or holds keys and values by a scale of the checkpoint's.
-        rows = self.attention.dtype
+        keys = None if key is None else _scaled(key, 1 / k_scale).to(rows)
+        values = None if value is None else _scaled(value, 1 / v_scale).to(rows)
         rounded = output.to(rows)
-        keys, values = (
-            None if part is None else (part / scale).to(rows) for part, scale in zip((key, value), scales, strict=True)
-        )
-        self._attend((query * scales[0]).to(rows), keys, values, kv_cache, batch, rounded)
-        return output.copy_(rounded * scales[1])
+        self._attend(_scaled(query, k_scale).to(rows), keys, values, kv_cache, batch, rounded)
+        return output.copy_(_scaled(rounded, v_scale))
 
     def _attend(
         self,
@@ -195,3 +194,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             assert tier is not None, "the worker opens the device before the first step"
             self._tiered = TieredLayer(tier, self.attention, self.scale)
         return self._tiered
+
+
+def _scaled(rows: Tensor, factor: float) -> Tensor:
+    return rows if factor == 1.0 else rows * factor
