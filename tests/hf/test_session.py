@@ -75,6 +75,24 @@ def test_exact_policies_answer_as_before(make: type[PreTrainedModel], settings: 
     assert answer(model, prompt()) == before[0]  # and after it
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_keys_and_values_in_eight_bits_are_near_those_of_the_model(dtype: torch.dtype) -> None:
+    model, seen = tiny_llama(dtype), list[DecodeStep]()
+    settings = HybridSparseConfig(policy="dense")
+    with SparseSession(model, settings, max_tokens=1024, watch=seen.append, kv_dtype=torch.float8_e4m3fn):
+        answer(model, prompt())
+    for step in seen:
+        key, value = (
+            rows.to(torch.bfloat16).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+            for rows in (step.keys, step.values)
+        )
+        query = step.query.to(torch.bfloat16).float().view(2, 3, 16)
+        expected = (step.scale * query @ key.transpose(1, 2)).softmax(dim=-1) @ value
+        torch.testing.assert_close(step.output.float().view(2, 3, 16), expected, rtol=2e-2, atol=2e-2)
+        exact = (step.scale * query @ step.keys.float().transpose(1, 2)).softmax(dim=-1) @ step.values.float()
+        assert not torch.allclose(expected, exact, rtol=1e-3, atol=1e-3), "nothing was rounded"
+
+
 def test_a_sparse_policy_reads_less_and_says_what() -> None:
     model, seen = tiny_llama(torch.bfloat16), list[DecodeStep]()
     settings = HybridSparseConfig(policy="topk", topk_pages=3)
