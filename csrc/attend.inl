@@ -4,7 +4,6 @@
 // in turn: the first lines of a page wait for its address and for the memory to find out what follows, and so four wait together.
 // Included inside the namespace and target region of one instruction set, after traits.inl.
 
-inline constexpr int kChunkPages = kWidenedPages;
 inline constexpr int kChunkTokens = kChunkPages * kPageTokens;
 
 template <class T>
@@ -246,12 +245,13 @@ static int rows_of_tile(int rows) {
 template <class T>
 [[gnu::noinline]]
 static void widen_chunk(Chunk<T>& chunk, int head_dim, bool scores_only) {
-  const int64_t part_bytes = int64_t{kPageTokens} * head_dim * static_cast<int64_t>(sizeof(uint16_t));
+  const int part = kPageTokens * head_dim;
+  const int64_t part_bytes = int64_t{part} * static_cast<int64_t>(sizeof(uint16_t));
   char* keys = widened_pages();
   char* values = keys + kChunkPages * part_bytes;
-  for (int i = 0; i < chunk.pages; ++i) widen_part(chunk.keys[i], head_dim, chunk.soon[i], keys + i * part_bytes);
+  for (int i = 0; i < chunk.pages; ++i) widen(chunk.keys[i], part, chunk.soon[i], keys + i * part_bytes);
   for (int i = 0; i < chunk.pages && !scores_only; ++i)
-    widen_part(chunk.values[i], head_dim, chunk.next[i], values + i * part_bytes);
+    widen(chunk.values[i], part, chunk.next[i], values + i * part_bytes);
   for (int i = 0; i < kChunkPages; ++i) {
     const int64_t at = (i < chunk.pages ? i : 0) * part_bytes;
     chunk.keys[i] = chunk.soon[i] = chunk.next[i] = keys + at;

@@ -115,11 +115,11 @@ static void page_norms(const char* page, int head_dim, float* key_squares, float
 
 template <class T>
 static void narrow_key_norms(const char* page, int head_dim, float* key_squares, float* key_sum) {
-  key_norms<T>(widened_keys(page, head_dim), head_dim, key_squares, key_sum);
+  key_norms<T>(widened(page, kPageTokens * head_dim), head_dim, key_squares, key_sum);
 }
 
 template <class T>
 static void narrow_page_norms(const char* page, int head_dim, float* key_squares, float* value_squares, float* key_sum,
                               float* value_sum) {
-  page_norms<T>(widened_page(page, head_dim), head_dim, key_squares, value_squares, key_sum, value_sum);
+  page_norms<T>(widened(page, 2 * kPageTokens * head_dim), head_dim, key_squares, value_squares, key_sum, value_sum);
 }

@@ -214,7 +214,6 @@ class Engine {
   struct FilledPage {  // in a step
     int request;
     int page;  // of the sequence
-    int64_t slot;  // of its last token
   };
   struct Item {  // decode row of one request, one KV head
     int request;
@@ -308,7 +307,7 @@ class Engine {
 
   void append(const LayerCall& call, const Batch& batch);
   void summarize_filled(const LayerCall& call, const Batch& batch);
-  void summarize_page(char* block, int head, int page, const PageTable& sequence, int page_of_sequence);
+  void summarize_page(const PageTable& table, int page);
   bool takes_common_keys() const { return geometry_.common_keys && geometry_.layout.summary == Summary::key_codes; }
   bool common_key(const PageTable& table, int page, float* common) const;
   void add_common(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count, float* scores,

@@ -31,6 +31,7 @@ struct AttendArgs {
   const int32_t* hidden = nullptr;  // [rows] the row does not see tokens [0, hidden) either; null: none is hidden
 };
 
+inline constexpr int kChunkPages = 4;        // that rows attend to at once
 inline constexpr int kScoreChunkPages = 128;  // whose key codes are scored before the logarithms are taken
 
 // Query rows against the summaries of a range of pages, for all KV heads of a request: a block's lie in one piece.
@@ -144,7 +145,7 @@ struct Isa {
 };
 
 // Of pages whose elements take a byte (e4m3), in `narrow_pages.cpp`.
-// Memory of the calling thread for the pages of a chunk as bf16: keys and values of four.
+// Memory of the calling thread for the pages of a chunk as bf16.
 char* widened_pages();
 // e4m3 of every bf16, by its bits: to the nearest, to the even one of two, and what is too large to the largest.
 const uint8_t* narrowed_bf16();

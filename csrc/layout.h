@@ -27,7 +27,6 @@ enum class DType : int { bf16 = 0, f16 = 1, f32 = 2, e4m3 = 3 };
 enum class Summary : int { minmax = 0, cuboid_mean = 1, key_codes = 2, none = 3, split_codes = 4 };
 
 inline constexpr int kMaxHeadDim = 512;
-inline constexpr int kWidenedPages = 4;  // of a chunk that is attended to
 inline constexpr int kMaxBlockPages = 8;  // of a logical block (Fluxion)
 inline constexpr int kCodeDims = 4;  // dims of one token that lie side by side
 inline constexpr int kCommonKeyPages = 32;  // from whose first what their keys have in common is taken

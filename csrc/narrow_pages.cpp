@@ -31,7 +31,7 @@ uint8_t nearest(float x) {
 }  // namespace
 
 char* widened_pages() {
-  alignas(64) static thread_local char memory[2 * kWidenedPages * kPageTokens * kMaxHeadDim * sizeof(uint16_t)];
+  alignas(64) static thread_local char memory[2 * kChunkPages * kPageTokens * kMaxHeadDim * sizeof(uint16_t)];
   return memory;
 }
 

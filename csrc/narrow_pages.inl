@@ -5,24 +5,18 @@ static inline bool is_narrow(const PageTable& table, int head_dim) {
   return table.page_bytes == int64_t{2} * kPageTokens * head_dim;
 }
 
-// K or V of a page, [16 tokens x head_dim]; `ahead`: as many bytes that are fetched meanwhile, or null.
-static inline void widen_part(const char* part, int head_dim, const char* ahead, char* out) {
+// `elements` of a page; `ahead`: as many bytes that are fetched meanwhile, or null.
+static inline void widen(const char* from, int elements, const char* ahead, char* out) {
   const Widening widening;
-  for (int at = 0; at < kPageTokens * head_dim; at += 64) {
+  for (int at = 0; at < elements; at += 64) {
     if (ahead) prefetch(ahead + at);
-    widening.widen(part + at, out + 2 * at);
-    widening.widen(part + at + 32, out + 2 * at + 64);
+    widening.widen(from + at, out + 2 * at);
+    widening.widen(from + at + 32, out + 2 * at + 64);
   }
 }
 
-static inline const char* widened_keys(const char* page, int head_dim) {
+static inline const char* widened(const char* from, int elements) {
   char* out = widened_pages();
-  widen_part(page, head_dim, nullptr, out);
-  return out;
-}
-
-static inline const char* widened_page(const char* page, int head_dim) {
-  char* out = widened_pages();
-  widen_part(page, 2 * head_dim, nullptr, out);
+  widen(from, elements, nullptr, out);
   return out;
 }

@@ -171,7 +171,7 @@ static void summarize(const char* page, char* out, const Layout& layout, const f
 
 template <class T>
 static void summarize_narrow(const char* page, char* out, const Layout& layout, const float* common) {
-  summarize<T>(widened_keys(page, layout.head_dim), out, layout, common);
+  summarize<T>(widened(page, kPageTokens * layout.head_dim), out, layout, common);
 }
 
 template <class T>

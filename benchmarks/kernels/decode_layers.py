@@ -138,11 +138,10 @@ def check_step(shape: Shape, pool: _native.ThreadPool, isa: str) -> None:
         )
         rows = slice(start, end)
         attention.forward(query[rows], key[rows], value[rows], cache, batch, shape.selection, RETAINED, output[rows])
-    stored_key, stored_value = (part.to(shape.layout.torch_dtype).to(shape.row_dtype) for part in (key, value))
     expected = paged_attention(
         query[-1:],
-        [stored_key],
-        [stored_value],
+        [shape.layout.stored(key)],
+        [shape.layout.stored(value)],
         query_lens=[1],
         decode_mask=[True],
         selector=SpecSelector(shape.selection),

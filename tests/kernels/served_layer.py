@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse import _native
-from vllm_hybrid_sparse.kernels.arguments import row_dtype
 from vllm_hybrid_sparse.kernels.paged_attention.native import STORED_NAMES, NativeAttention, NativeBatch
 from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
@@ -38,11 +37,7 @@ class Shape:
 
     @property
     def row_dtype(self) -> torch.dtype:
-        return row_dtype(self.dtype)
-
-    def stored(self, rows: Tensor) -> Tensor:
-        """Keys or values as the cache holds them, of the rows' dtype again."""
-        return rows.to(self.dtype).to(self.row_dtype)
+        return self.layout.row_dtype
 
     @property
     def layout(self) -> BlockLayout:
@@ -155,17 +150,16 @@ class ServedLayer:
             qkv = tokens.flatten(1).clone()
         qkv[:, :q_width] *= sharpness
         qkv[:, q_width : q_width + kv_width] += key_offset
-        parts = qkv.to(shape.row_dtype).split(
-            [q_width, kv_width, kv_width], dim=1
-        )  # strided, as a model hands them over
+        widths = [q_width, kv_width, kv_width]
+        parts = qkv.to(shape.row_dtype).split(widths, dim=1)  # strided, as a model hands them over
         query, key, value = (part.unflatten(1, (-1, shape.head_dim)) for part in parts)
 
         slots = [slot for request, query_len in rows for slot in self._append_slots(request, query_len)]
         first_row = 0
         for request, query_len in rows:
             last_row = first_row + query_len
-            request.key = torch.cat((request.key, shape.stored(key[first_row:last_row])))
-            request.value = torch.cat((request.value, shape.stored(value[first_row:last_row])))
+            request.key = torch.cat((request.key, shape.layout.stored(key[first_row:last_row])))
+            request.value = torch.cat((request.value, shape.layout.stored(value[first_row:last_row])))
             first_row = last_row
         requests = [request for request, _ in rows]
         decode_mask = [decode and query_len == 1 for query_len in query_lens]

@@ -130,7 +130,7 @@ def test_negative_slots_in_the_middle_of_a_page_leave_their_tokens_alone(dtype: 
     query, key, value = layer.random(64, 2, 64), layer.random(64, 2, 64), layer.random(64, 2, 64)
     batch = layer.batch([request], [64], [False], slots)
     layer.attention.forward(query, key, value, layer.kv_cache, batch, TOPK, RETAINED, torch.empty_like(query))
-    request.key[written], request.value[written] = (layer.shape.stored(part[written]) for part in (key, value))
+    request.key[written], request.value[written] = (layer.shape.layout.stored(part[written]) for part in (key, value))
     stored_key, stored_value, summaries = layer.shape.layout.unpack(layer.kv_cache[request.blocks[0]], 2)
     assert torch.equal(stored_key, request.key[:32])
     assert torch.equal(stored_value, request.value[:32])

@@ -121,6 +121,12 @@ class BlockLayout:
         """Bytes of a block for each of its KV heads: pages and their summaries."""
         return self.pages_per_block * (self.page_bytes + self.summary_bytes)
 
+    def stored(self, rows: Tensor) -> Tensor:
+        """Keys or values as pages hold them, of `row_dtype` again; of e4m3 what is too large is the largest."""
+        largest = torch.finfo(self.torch_dtype).max
+        narrow = rows.clamp(-largest, largest) if self.torch_dtype != self.row_dtype else rows
+        return narrow.to(self.torch_dtype).to(self.row_dtype)
+
     def pack_reference(self, key: Tensor, value: Tensor) -> Tensor:
         """The block that holds K and V and the summaries of its pages.
 
