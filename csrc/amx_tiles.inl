@@ -1,11 +1,12 @@
-// The tiles of AMX: which is what, and the instructions on them, in assembly, since GCC's intrinsics take no tile as a parameter.
+// The tiles of AMX: what each holds, and the instructions on them. These are in assembly, since GCC's intrinsics take no tile as a
+// parameter.
 // Included inside the namespace and target region of one instruction set.
 
 inline constexpr int kTileRows = 16;
-inline constexpr int kTileColumns = 4;  // results at once: enough to hide that each is a chain
-// Tiles 0 to 3 are results, rows x 16 floats. Keys are 32 dims of a page's 16 tokens, values its tokens of 16 dims: both lie in memory
-// as a tile wants them (layout.h), 16 lines and 8 of 64 bytes. Half tiles are for values, and for the last 16 of a number of dims
-// that 32 does not divide.
+inline constexpr int kTileColumns = 4;  // results at once: enough to hide that each is a chain of dependent products
+// Tiles 0 to 3 are results, rows x 16 floats. A tile of keys has 32 dims of a page's 16 tokens (16 lines of 64 bytes), a tile of
+// values has 16 dims of the 16 tokens (8 lines). Both lie in memory as a tile needs them (layout.h). Half tiles are for values,
+// and for the last 16 dims if 32 does not divide their number.
 inline constexpr int kWideLeft = 4;   // rows x 32 bf16
 inline constexpr int kWideRight = 5;  // 16 pairs x 16
 inline constexpr int kHalfLeft = 6;   // rows x 16 bf16
@@ -19,7 +20,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Tiles of `rows` rows, until it goes: what runs next on the thread, oneDNN for one, finds no tiles of ours.
+// Tiles of `rows` rows for the lifetime of this object. What runs next on the thread, oneDNN for one, finds no tiles of ours.
 class Tiles {
  public:
   explicit Tiles(int rows) {
@@ -53,7 +54,7 @@ template <int Result, int Left, int Right>
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Result), "i"(Left), "i"(Right));
 }
 
-// f<Column>() for each of the results.
+// Calls f<Column>() for each of the results.
 template <class F>
 [[gnu::always_inline]] static inline void for_columns(const F& f) {
   f.template operator()<0>();

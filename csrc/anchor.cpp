@@ -1,5 +1,5 @@
-// Observing an anchor: everything that Fluxion's features take from one query and from the host segment as a whole, its least
-// budgets included (predictor/features.py, observe_anchor, and predictor/labels.py say the same in Python).
+// Observing an anchor: everything that Fluxion's features take from one query and from the whole host segment, including the
+// least budgets (predictor/features.py, observe_anchor, and predictor/labels.py do the same in Python).
 #include <algorithm>
 #include <cmath>
 
@@ -8,10 +8,10 @@
 namespace hybrid_sparse {
 namespace {
 
-// States of an anchor's heads at one KV head: of the segments, of the sink and the local one together, and of all three.
+// The states of an anchor's heads at one KV head: one for each segment, one for sink and local together, one for all three.
 enum AnchorState : int { kSink, kHost, kLocal, kKept, kAll, kAnchorStates };
 
-// Mean, variance, skewness and kurtosis of a sample, of the population; into four columns that follow each other.
+// Writes the population mean, variance, skewness and kurtosis of a sample to four consecutive columns.
 void put_moments(const std::vector<float>& sample, float* out) {
   const double count = static_cast<double>(sample.size());
   double sums[4] = {};
@@ -36,8 +36,8 @@ float norm(const std::vector<double>& vector) {
   return static_cast<float>(std::sqrt(squares));
 }
 
-// Pages of the fewest best blocks with which a head's output is within the tolerance.
-// parts: [pages] weight and deviation each; kept: those of the retained set.
+// The number of pages in the fewest best blocks that bring a head's output within the tolerance.
+// parts: [pages][1 + head_dim], weight and deviation of each page; kept: those of the retained set.
 int least_pages(RankedPages& rank, const float* parts, const std::vector<float>& kept, int pages, int block_pages,
                 float tolerance) {
   constexpr int kRankedAtOnce = 16;
@@ -64,7 +64,7 @@ int least_pages(RankedPages& rank, const float* parts, const std::vector<float>&
 
 }  // namespace
 
-// The operands of the anchor's rows at one KV head; valid until the thread asks for others.
+// The prepared operands of the anchor's rows at one KV head; valid until the thread asks for others.
 const void* const* Engine::anchor_queries(const Anchor& anchor, int head) const {
   const Layout& layout = geometry_.layout;
   const int group = geometry_.group();
@@ -104,12 +104,12 @@ void Engine::observe_anchors(const LayerCall& call, const Batch& batch, const Fl
   for (const Anchor& anchor : anchors_) {
     anchor.state->observed = true;
     anchor.state->anchor_tokens = anchor.tokens;
-    stats_.anchor_pages += int64_t{geometry_.kv_heads} * (anchor.pages() + anchor.candidates.count());
+    stats_.anchor_pages += int64_t{geometry_.kv_heads} * (anchor.pages() + anchor.candidates.end);
   }
 }
 
-// Attention of the anchor to each segment, and what the features take from it; each head's own norm over the retained set is left
-// where the largest belongs.
+// Attends with the anchor to each segment and writes the features that follow from it. Each head leaves its own norm over the
+// retained set in anchor_largest_output_norm, where the largest belongs; observe_anchors puts it there.
 void Engine::attend_anchor(const LayerCall& call, const Batch& batch, const FluxionLayer& layer, int index) {
   Anchor& anchor = anchors_[index / geometry_.kv_heads];
   const int head = index % geometry_.kv_heads;
@@ -136,7 +136,7 @@ void Engine::attend_anchor(const LayerCall& call, const Batch& batch, const Flux
     const float sink_lse = lse(of(kSink), g);
     row[feature::layer] = static_cast<float>(layer.rule().layer);
     row[feature::head] = static_cast<float>(q_head);
-    row[feature::anchor_sink_lse] = std::isfinite(sink_lse) ? sink_lse : 0.0f;  // an empty one
+    row[feature::anchor_sink_lse] = std::isfinite(sink_lse) ? sink_lse : 0.0f;  // 0 for an empty sink
     row[feature::anchor_host_lse] = lse(of(kHost), g);
     row[feature::anchor_local_lse] = lse(of(kLocal), g);
     row[feature::anchor_sink_output_norm] = output_norm(of(kSink), g);
@@ -148,7 +148,7 @@ void Engine::attend_anchor(const LayerCall& call, const Batch& batch, const Flux
   }
 }
 
-// The moments of keys, values and scores of the host segment at one KV head, and the least budget of each of its heads.
+// Writes the moments of the host segment's keys, values and scores at one KV head, and the least budgets of its query heads.
 void Engine::observe_host(const LayerCall& call, const Batch& batch, int index) {
   const Anchor& anchor = anchors_[index / geometry_.kv_heads];
   const int head = index % geometry_.kv_heads;
@@ -178,27 +178,28 @@ void Engine::observe_host(const LayerCall& call, const Batch& batch, int index) 
 
   std::vector<double> mean_key(head_dim), mean_value(head_dim);
   std::vector<float> key_norms, value_norms;
-  for (int p = anchor.candidates.begin; p < anchor.candidates.end; ++p) {
-    look_at(p);
+  observe_budgets(call, batch, index, [&](int page) {
+    look_at(page);
     key_norms.insert(key_norms.end(), squares.begin(), squares.begin() + kPageTokens);
     value_norms.insert(value_norms.end(), squares.begin() + kPageTokens, squares.end());
     for (int d = 0; d < head_dim; ++d) {
       mean_key[d] += key_sum[d] / (double{kPageTokens} * pages);
       mean_value[d] += value_sum[d] / (double{kPageTokens} * pages);
     }
-  }
+  });
   std::copy(mean_key.begin(), mean_key.end(), anchor.state->key_mean.begin() + int64_t{head} * head_dim);
   put_all(feature::mean_key_norm, norm(mean_key));
   put_all(feature::mean_value_norm, norm(mean_value));
   put_moments(key_norms, row(0) + feature::key_norm_mean);
   put_moments(value_norms, row(0) + feature::value_norm_mean);
   for (int g = 1; g < group; ++g) std::copy_n(row(0) + feature::key_norm_mean, 8, row(g) + feature::key_norm_mean);
-  observe_budgets(call, batch, index);
 }
 
-// Eq. 2 with weights w_i = exp(s_i - lse): the output over a set S is o + (sum over S of w_i (v_i - o)) / (sum over S of w_i),
-// so both sums are gathered in the order of each head's own ranking until the deviation is within the tolerance.
-void Engine::observe_budgets(const LayerCall& call, const Batch& batch, int index) {
+// Eq. 2 with weights w_i = exp(s_i - lse): the output over a set S is o + (sum over S of w_i (v_i - o)) / (sum over S of w_i).
+// So both sums are gathered in the order of each head's own ranking until the deviation is within the tolerance. `look_at(page)`
+// is called for each candidate just before it is attended, so that one read of the page serves both.
+template <class LookAt>
+void Engine::observe_budgets(const LayerCall& call, const Batch& batch, int index, const LookAt& look_at) {
   const Anchor& anchor = anchors_[index / geometry_.kv_heads];
   const int head = index % geometry_.kv_heads;
   const int group = geometry_.group();
@@ -210,12 +211,12 @@ void Engine::observe_budgets(const LayerCall& call, const Batch& batch, int inde
   const std::vector<int32_t> visible(group, anchor.tokens);
   const void* const* queries = anchor_queries(anchor, head);
 
-  // What of a state deviates from the head's output: its weight, and [head_dim] the deviation.
+  // Writes a state's weight and then its deviation [head_dim] from the head's output.
   const auto deviation = [&](const float* of_state, int g, float* weight_and_deviation) {
     const float factor = std::exp(of_state[g] - lse(all, g));
     const float weight = of_state[group + g] * factor;
     const float* out = of_state + 3 * group + int64_t{g} * head_dim;
-    const float* full = all + 3 * group + int64_t{g} * head_dim;  // times the sum of its weights
+    const float* full = all + 3 * group + int64_t{g} * head_dim;  // not normalised: times the sum of its weights
     const float share = weight / all[group + g];
     weight_and_deviation[0] = weight;
     for (int d = 0; d < head_dim; ++d) weight_and_deviation[1 + d] = out[d] * factor - share * full[d];
@@ -224,6 +225,7 @@ void Engine::observe_budgets(const LayerCall& call, const Batch& batch, int inde
   std::vector<float> parts(int64_t{group} * pages * (1 + head_dim));  // [group][pages] weight and deviation
   const auto part = [&](int g, int p) { return parts.data() + (int64_t{g} * pages + p) * (1 + head_dim); };
   for (int p = 0; p < pages; ++p) {
+    look_at(anchor.candidates.begin + p);
     kernels_.attend_keeping_scores({queries, visible.data(), group, nullptr, anchor.candidates.begin + p, 1, table, head_dim,
                                     geometry_.scale, page_state.data(), page_state.data() + group,
                                     page_state.data() + 3 * group, nullptr, scores.data() + int64_t{p} * kPageTokens, tokens});

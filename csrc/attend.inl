@@ -1,7 +1,8 @@
-// Query rows against pages: scores, online softmax, values. Flash-style over chunks of kChunkPages pages, all rows of
-// a chunk before the next, so that a page is read from memory once whatever the number of rows. Memory works all the time: while
-// keys are scored their values are fetched, while values are added up the next chunk's keys. Both side by side, a line of each page
-// in turn: the first lines of a page wait for its address and for the memory to find out what follows, and so four wait together.
+// Attention of query rows to pages: scores, online softmax, values. It goes through chunks of kChunkPages pages, as flash attention
+// does. All rows attend to a chunk before the next, so a page is read from memory once, whatever the number of rows. Memory is busy
+// all the time: while keys are scored, their values are fetched; while values are added up, the next chunk's keys are. Fetches take
+// a line of each page in turn. A page's first lines wait for address translation and for the hardware's prefetcher to start; this
+// way four pages wait together.
 // Included inside the namespace and target region of one instruction set, after traits.inl.
 
 inline constexpr int kChunkTokens = kChunkPages * kPageTokens;
@@ -10,22 +11,22 @@ template <class T>
 struct Chunk {
   const char* keys[kChunkPages];
   const char* values[kChunkPages];
-  const char* soon[kChunkPages];  // fetched while the keys are scored: their values, or the next keys where nobody reads values
+  const char* soon[kChunkPages];  // fetched while the keys are scored: their values, or the next keys if no values are read
   const char* next[kChunkPages];  // keys of the following chunk, fetched while values are added up
-  int first_ahead;                // the first of them that this row tile fetches
+  int first_ahead;                // the first page of `next` that this row tile fetches
   int first_token[kChunkPages];
-  int value_steps[kChunkPages];  // steps all of whose tokens some row sees; 0 for a filler page
-  bool half_step[kChunkPages];   // one more step, of which only the first token is there: the rest is not ours to read
+  int value_steps[kChunkPages];  // steps whose tokens are all seen by some row; 0 for a filler page
+  bool half_step[kChunkPages];   // one more step that has only its first token; the second must not be read
   int pages;
-  int whole_at;  // a row that sees so many tokens sees all of the chunk, which is full, and none of it is hidden from any row
+  int whole_at;  // a row that sees this many tokens sees the whole chunk; INT_MAX if it is not full or has hidden tokens
   int position;  // of its first page in reading order
 };
 
-// Columns (pages of scores, or runs of 16 dims of values) that a tile of so many rows takes: its sums stay in registers.
+// Columns (pages of scores, or runs of 16 dims of values) in a tile of `Rows` rows, so that its sums stay in registers.
 template <int Rows>
 inline constexpr int kColumns = Rows > kRowTile ? kColumnTile / 2 : kColumnTile;
 
-// One step of every column, at column(j), times one operand of every row, at operand(r).
+// acc[r][j] += the step at column(j) times the operand at operand(r).
 template <class T, int Rows, int Columns, class Column, class Operand>
 [[gnu::always_inline]]
 static inline void multiply_step(vf (&acc)[Rows][Columns], const Column& column, const Operand& operand) {
@@ -69,7 +70,7 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
   constexpr int kOpsPerRow = kChunkTokens / T::pack;
   constexpr int kOpsPerPage = kPageTokens / T::pack;
   constexpr int kColumnBytes = 16 * T::pack * static_cast<int>(sizeof(typename T::Element));
-  constexpr int kAheadBytes = Columns * kColumnBytes / kChunkPages;  // a step's, of each page: they last for the whole chunk
+  constexpr int kAheadBytes = Columns * kColumnBytes / kChunkPages;  // a step's, from each page: they last for the whole chunk
   constexpr int kStepsPerLine = 64 / kAheadBytes;
   const int64_t step_bytes = int64_t{head_dim} * T::pack * static_cast<int>(sizeof(typename T::Element));
   vf acc[Rows][Columns];
@@ -96,12 +97,12 @@ static inline void value_tile(const typename T::Op* weights, const Chunk<T>& chu
       }
     }
   }
-  asm("" : "+r"(out), "+r"(head_dim));  // the addresses are computed again: kept, they would push sums out of registers
+  asm("" : "+r"(out), "+r"(head_dim));  // compute the addresses again: kept, they would push sums out of registers
   for (int r = 0; r < Rows; ++r)
     for (int j = 0; j < Columns; ++j) store(out + r * head_dim + first_dim + 16 * j, acc[r][j]);
 }
 
-// Takes tokens [0, hidden) out of a row's scores. Out of line: few chunks have any of them.
+// Sets a row's scores of tokens [0, hidden) to -inf. Out of line, since few chunks have such tokens.
 template <class T>
 [[gnu::noinline]]
 static void hide_tokens(const Chunk<T>& chunk, int hidden, float* scores) {
@@ -110,9 +111,9 @@ static void hide_tokens(const Chunk<T>& chunk, int hidden, float* scores) {
       scores[page * kPageTokens + token] = -__builtin_inff();
 }
 
-// Scores of one row -> weights, with the row's running maximum and lightest page brought up to date. Returns the factor by
-// which the row's output and sum so far must shrink; `added` receives what the lanes add to the sum. A maximum that stands, as nearly
-// all do, costs one comparison.
+// Turns one row's scores into weights and updates the row's running maximum and lightest page. Returns the factor by which the
+// row's output and sum so far must shrink; `added` receives what the lanes add to the sum. The maximum nearly always stays the
+// same, which costs one comparison.
 template <class T>
 [[gnu::always_inline]]
 static inline float softmax_row(float* scores, const Chunk<T>& chunk, float scale, int visible, const int32_t* hidden,
@@ -162,7 +163,7 @@ static inline float softmax_row(float* scores, const Chunk<T>& chunk, float scal
   return rescale;
 }
 
-// f<Ahead>() for the shares that `attend` gives to a row tile.
+// Calls f<Ahead>(). `ahead`: pages that a row tile fetches ahead, as `attend_chunks` shares them out.
 template <class F>
 [[gnu::always_inline]]
 static inline void with_ahead(int ahead, const F& f) {
@@ -183,7 +184,7 @@ static inline void keep_scores(const AttendArgs& args, const Chunk<T>& chunk, in
   }
 }
 
-// What the lanes of `rows` registers add to the rows' sums, of four rows together; three more registers are set to zero.
+// Adds the lanes of `rows` registers to the rows' sums, four rows at a time. Sets the next three registers to zero for that.
 [[gnu::always_inline]]
 static inline void add_to_sums(vf* added, int rows, const float* rescale, float* row_sum) {
   for (int r = rows; r < rows + 3; ++r) added[r] = zero();
@@ -232,16 +233,17 @@ static void attend_rows(const AttendArgs& args, const Chunk<T>& chunk, int first
   });
 }
 
-// A wide tile reads few rows' pages once. Many rows are bound by the loads of a tile: 6 rows by 4 columns take 10 for 24 products,
-// 8 by 2 take 10 for 16. By halves, tiles of two rows take less time a row than wider ones, whose sums go through memory.
+// With few rows, a wide tile reads the pages only once. With many rows, a tile's loads set the limit: 6 rows by 4 columns need 10
+// for 24 products, 8 by 2 need 10 for 16. By halves, tiles of two rows take less time a row than wider ones, whose sums go through
+// memory.
 template <class T>
 static int rows_of_tile(int rows) {
   if (T::template by_halves<2> && rows > kRowTile) return 2;
   return rows > 2 * kWideRowTile ? kRowTile : kWideRowTile;
 }
 
-// Makes the chunk one of bf16 pages in memory of the thread, from pages of narrow elements. Memory works here alone: while keys are
-// widened their values are fetched, while values are the next chunk's keys. Pages that only fill the chunk are its first once more.
+// Widens the chunk's pages of narrow elements to bf16, in a buffer of the thread. Such chunks fetch from memory only here: while
+// keys are widened, their values; while values are widened, the next chunk's keys. A filler page is the first page again.
 template <class T>
 [[gnu::noinline]]
 static void widen_chunk(Chunk<T>& chunk, int head_dim, bool scores_only) {
@@ -268,9 +270,9 @@ static void attend_row_tile(const AttendArgs& args, const Chunk<T>& chunk, int f
   }
 }
 
-// attend_tile(chunk, first row, rows, pages it fetches ahead) for all row tiles of one chunk after the other.
-// Keep: the tokens' scores are kept too, and without `out` nothing else is made. A variant of its own, so that attention alone
-// has no test for it; with two variants GCC would inline the tiles into neither by itself.
+// Calls attend_tile(chunk, first row, rows, pages to fetch ahead) for all row tiles, chunk after chunk.
+// Keep: also keeps the tokens' scores, and without `out` makes nothing else. It is a separate variant, so that plain attention
+// does not test for it. With two variants GCC would inline the tiles into neither by itself.
 template <class T, bool Keep, class AttendTile>
 [[gnu::always_inline]]
 static inline void attend_chunks(const AttendArgs& args, int tile_rows, const AttendTile& attend_tile) {

@@ -1,5 +1,6 @@
-// Attention of query rows by AMX, for bf16: 16 rows against the tiles that keys and values are in memory, the softmax between them by
-// vectors. Included inside the namespace and target region of one instruction set, after attend.inl and amx_tiles.inl.
+// Attention of query rows by AMX, for bf16. Keys and values lie in memory as tiles, and 16 rows are multiplied by them at a time.
+// Vector code computes the softmax between the two products.
+// Included inside the namespace and target region of one instruction set, after attend.inl and amx_tiles.inl.
 
 struct Bf16Amx {
   using Element = uint16_t;
@@ -11,17 +12,17 @@ struct Bf16Amx {
   }
 };
 
-inline constexpr int kPackedRows = 96;  // whose queries lie one behind the other; more are attended in parts
+inline constexpr int kPackedRows = 96;  // rows whose queries lie one after another; more rows are attended in parts
 
 struct AmxBuffers {
   alignas(64) char queries[int64_t{kPackedRows + kTileRows} * kMaxHeadDim * 2];
-  alignas(64) char last_values[int64_t{kPageTokens} * kMaxHeadDim * 2];  // of a page that is not full, zeros after its tokens
+  alignas(64) char last_values[int64_t{kPageTokens} * kMaxHeadDim * 2];  // of a page that is not full; zeros after its tokens
   alignas(64) float scores[kTileRows * kChunkTokens];
   alignas(64) uint16_t weights[kTileRows * kChunkTokens];
   alignas(64) float sums[kTileRows * kTileColumns * 16];
 };
 
-// Unscaled scores of the tile's rows; fetches what is wanted soon, a line of each page in turn.
+// Unscaled scores of the tile's rows. Fetches chunk.soon, a line of each page in turn.
 [[gnu::always_inline]]
 static inline void score_tiles(const char* queries, int head_dim, const Chunk<Bf16Amx>& chunk, bool fetch, float* scores) {
   const int64_t query_bytes = int64_t{head_dim} * 2;
@@ -57,7 +58,7 @@ template <int Columns>
 [[gnu::always_inline]]
 static inline void value_tiles(const AmxBuffers& buffers, int head_dim, const Chunk<Bf16Amx>& chunk, int first_dim, int ahead,
                                float* sums) {
-  constexpr int kLines = kPageTokens / 2 / kChunkPages;  // to fetch of a page of next keys, in a step
+  constexpr int kLines = kPageTokens / 2 / kChunkPages;  // to fetch from a page of next keys, per page and column of values
   const int64_t pair_bytes = int64_t{head_dim} * 4;
   const auto columns = [](const auto& f) __attribute__((always_inline)) {
     for_columns([&]<int J>() __attribute__((always_inline)) {
@@ -81,7 +82,7 @@ static inline void value_tiles(const AmxBuffers& buffers, int head_dim, const Ch
   columns([&]<int J>() __attribute__((always_inline)) { store_tile<J>(sums + 16 * J, kTileColumns * 64); });
 }
 
-// What lies behind the tokens of a page is not ours to read, and no weight of 0 keeps out what is no number.
+// Copies the values of a page that is not full, since what follows its tokens may be NaN, which a weight of 0 does not cancel.
 static void copy_last_values(const Chunk<Bf16Amx>& chunk, int head_dim, char* out) {
   const int64_t pair_bytes = int64_t{head_dim} * 4;
   for (int page = 0; page < chunk.pages; ++page) {
@@ -128,7 +129,7 @@ static void attend_tile(const AttendArgs& args, const Chunk<Bf16Amx>& chunk, int
   for (; dim < head_dim; dim += 16) add_values.template operator()<1>(dim);
 }
 
-inline constexpr int kFewestRows = 8;  // fewer are bound by memory with vectors as well
+inline constexpr int kFewestRows = 8;  // fewer are bound by memory even with vectors
 
 template <bool Keep>
 static void attend_few(const AttendArgs& rows) {

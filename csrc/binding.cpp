@@ -1,5 +1,6 @@
-// Python sees addresses and sizes only: no torch headers here. The wrapper in
-// vllm_hybrid_sparse/kernels/paged_attention/native.py checks every tensor before it passes its address.
+// Python passes only addresses and sizes: no torch headers here. The wrapper in
+// vllm_hybrid_sparse/kernels/paged_attention/native.py checks every tensor before it passes its address. Of the contents it
+// checks slots and lengths; the block ids in tables are trusted.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -23,17 +24,17 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// A call for rows whose keys and values are stored, and which attends to nothing itself.
+// A call for rows whose keys and values are stored already; it has no output.
 LayerCall stored_rows(uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride) {
   return {at<char>(kv), block_stride, at<char>(query), query_stride, nullptr, 0, nullptr, 0, nullptr, 0};
 }
 
-// Bytes a second that all threads of the pool read together: [address, address + bytes) once, in pieces of `piece` bytes
-// one after the other, or in random order.
+// Bytes a second that all threads of the pool together read, from [address, address + bytes) once, in pieces of `piece`
+// bytes that follow each other or come in random order.
 double read_bandwidth(ThreadPool& pool, uintptr_t address, int64_t bytes, int64_t piece, bool shuffled) {
   const Kernels& kernels = find_isa("auto").by_dtype[static_cast<int>(DType::f32)];
   constexpr int64_t kTaskBytes = 1 << 20;
-  constexpr int64_t kBytesAhead = 8192;  // fetched that far ahead; beyond it this grows no faster
+  constexpr int64_t kBytesAhead = 8192;  // how far ahead to fetch; farther is no faster
   std::vector<const char*> pieces;
   for (int64_t at_byte = 0; at_byte + piece <= bytes; at_byte += piece) pieces.push_back(at<char>(address) + at_byte);
   if (shuffled) std::shuffle(pieces.begin(), pieces.end(), std::mt19937_64(0));
@@ -166,7 +167,7 @@ NB_MODULE(_native, m) {
       .def_ro("part", &SlotTable::Refused::part)
       .def_ro("wanted", &SlotTable::Refused::wanted)
       .def_ro("pinned", &SlotTable::Refused::pinned);
-  // All with the GIL held: calls of microseconds, and whoever reads a count sees no table that is being changed.
+  // All of these hold the GIL: they take microseconds, and whoever reads a count never sees a table that is being changed.
   slot_table
       .def(nb::init<int, int, SlotTable::Order, int>(), nb::kw_only(), "shares"_a, "every"_a, "order"_a, "layer_shift"_a)
       .def("take", [](SlotTable& self, uintptr_t pages, uintptr_t wanted, int parts, int width, uintptr_t slots,

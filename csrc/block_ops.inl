@@ -1,9 +1,9 @@
-// Logical blocks of several pages, bounded by the min/max summaries of these pages; and what Fluxion looks at in a page.
+// Bounds of logical blocks from the min/max summaries of their pages; and the norms and sums that Fluxion takes from a page.
 // Included inside the namespace and target region of one instruction set, after traits.inl.
 
 inline constexpr int kBoundRows = 4;
 
-// The bounds of one block for `Rows` query rows: over its pages the maxima and minima of each dim, times the row's operands.
+// Bounds of one block for `Rows` query rows: the maxima and minima of each dim over the block's pages, times the rows' operands.
 template <class T, int Rows>
 static inline void bound_block(const BlockScoreArgs& args, const char* const* summaries, int pages, const void* const* queries,
                                float* scores) {
@@ -64,7 +64,7 @@ static void to_float(const void* in, int count, float* out) {
   for (int i = 0; i < count; i += 16) store(out + i, T::load_elements(elements + i * sizeof(typename T::Element)));
 }
 
-// One register of a page holds 16 tokens (K) or dims (V), of a 2-byte pair layout two of them.
+// Loads one register of a page: a dim of 16 tokens (K) or 16 dims of a token (V). With pack 2, `second` is the next dim or token.
 template <class T>
 static inline void load_pair(const char* p, vf& first, vf& second) {
   if constexpr (T::pack == 2) {

@@ -1,33 +1,33 @@
-// Key codes: one or two bits a dimension of every key, rotated and less its page's mean, from which each token's score is
-// estimated without bias (RaBitQ: Gao and Long, 2024, and its extension to more bits), and from these the page's weight.
-// Included inside the namespace and target region of one instruction set, before score_ops.inl and page_ops.inl. From its vec_*.inl come the
-// products of bytes: vb (64 bytes) and vs (their products summed by token).
+// Key codes: one or two bits a dimension of every key, rotated and minus its page's mean. They give an unbiased estimate of each
+// token's score (RaBitQ: Gao and Long, 2024, and its extension to more bits), and the scores give the page's weight.
+// Included inside the namespace and target region of one instruction set, before score_ops.inl and page_ops.inl. Its vec_*.inl
+// defines the products of bytes: vb (64 bytes) and vs (their products summed by token).
 
 inline constexpr int kScorePages = 4;  // pages scored together,
-inline constexpr int kScoreRows = 4;   // with as many rows: 16 sums across lanes are taken together
+inline constexpr int kScoreRows = 4;   // with as many rows: 16 sums across lanes at a time
 inline constexpr int kMeanLevels = 15;
-inline constexpr float kFarthestFromMean = 120.0f;  // powers of two between a token's score and its page's mean: no overflow
+inline constexpr float kFarthestFromMean = 120.0f;  // most powers of two between a token's score and its page's mean: no overflow
 
-// What a query row q, rotated and rounded to 8 bits, is turned into. Scores are in units of log 2. The elements of codes and
-// mean are the odd numbers 2 c - top for c = 0 ... top: <q, element> = a * (sum of q c) - top * sum.
+// A query row q as scoring needs it: rotated and rounded to 8 bits. Scores are in units of log 2. The elements of codes and mean
+// are the odd numbers 2 c - top for c = 0 ... top, so <q, element> = a * (sum of q c) - top * sum.
 struct CodeQuery {
   float a;
   float sum;
   char padding[56];
   int8_t dims[kMaxHeadDim];        // for the codes; zeros after the last
-  int8_t halves[kMaxHeadDim + 64];  // for the mean: of 64 dims the even ones, then the odd ones, as `half_bytes` gives them
-  float query[kMaxHeadDim];         // as it was before the rotation, times the softmax scale: for what keys have in common
+  int8_t halves[kMaxHeadDim + 64];  // for the mean: of every 64 dims the even ones, then the odd ones, as `half_bytes` orders them
+  float query[kMaxHeadDim];         // before the rotation, times the softmax scale: for the common key
 };
 
-// What the tiles of a call have in common.
+// The arguments that all tiles of a call share.
 struct CodeTileArgs {
   int head_dim;
   int code_bits;
   int64_t row_stride;  // of the scores
 };
 
-// Where a tile fetches the summaries of as many pages of a later block: its even pages from one run of bytes, its odd ones from
-// another, so that both runs' first lines are waited for together.
+// Where a tile fetches summaries of a later block ahead, one for each of its pages: for its even pages from one run of bytes, for
+// its odd ones from another, so that the first lines of both runs are waited for together.
 struct SummariesAhead {
   const char* even;  // null: nothing to fetch
   const char* odd;
@@ -36,7 +36,7 @@ struct SummariesAhead {
   const char* page(int p) const { return (p % 2 == 0 ? even : odd) + p / 2 * stride; }
 };
 
-// The rotation: random signs, then a Hadamard transform of each piece, the largest powers of two that the dims split into.
+// The rotation: random signs, then a Hadamard transform of each piece: the largest powers of two that the dims split into.
 template <int Width>
 static void rotate(float (*x)[Width], int head_dim) {
   for (int begin = 0; begin < head_dim;) {
@@ -96,14 +96,14 @@ static void encode_query(const void* query, int head_dim, float scale, void* out
 }
 
 // The scaled product of a query row with a vector [head_dim], unrounded.
-static float query_product(const void* operands, const float* vector, int head_dim) {
+[[maybe_unused]] static float query_product(const void* operands, const float* vector, int head_dim) {
   const float* query = static_cast<const CodeQuery*>(operands)->query;
   vf sum = zero();
   for (int d = 0; d < head_dim; d += 16) sum = fma(load(query + d), load(vector + d), sum);
   return reduce_add(sum);
 }
 
-// The codes of a full page, as laid out in layout.h, of its keys less `common` [head_dim] where that is not null.
+// Encodes the keys of a full page, minus `common` [head_dim] if it is not null; layout.h has the layout.
 template <class T>
 static void encode_page(const char* page, char* out, int head_dim, int code_bits, const float* common) {
   using Element = typename T::Element;
@@ -134,7 +134,7 @@ static void encode_page(const char* page, char* out, int head_dim, int code_bits
     }
     out[at.mean + d / 2] = static_cast<char>(level[0] | level[1] << 4);
   }
-  // With two bits an element beyond the token's root mean square is 3 units long, else 1.
+  // With two bits, an element beyond the token's root mean square is 3 units long, any other 1.
   vf squares = zero();
   for (int d = 0; d < head_dim; ++d) squares = fma(load(x[d]), load(x[d]), squares);
   const vf limit = mul(squares, set1(1.0f / static_cast<float>(head_dim)));
@@ -184,7 +184,7 @@ static void encode_page(const char* page, char* out, int head_dim, int code_bits
   out[at.less_common] = common != nullptr;
 }
 
-// scale * the sums across lanes of the first `Rows` rows' vectors: out[r * stride + p] is that of x[r][p].
+// out[r * stride + p] = scale * the sum of the lanes of x[r][p], for the first `Rows` rows.
 template <int Rows, int Pages>
 static inline void sum_lanes(const vf (&x)[kScoreRows][kScorePages], float scale, float* out, int64_t stride) {
   if constexpr (Pages < kScorePages) {
@@ -197,7 +197,7 @@ static inline void sum_lanes(const vf (&x)[kScoreRows][kScorePages], float scale
   }
 }
 
-// Rows against the means of `Pages` pages: out[r * kScoreChunkPages + p] is the sum of q c.
+// Rows against the means of `Pages` pages: out[r * kScoreChunkPages + p] = sum of q c.
 template <int Rows, int Pages>
 [[gnu::always_inline]] static inline void mean_tile(const CodeQuery* const* queries, int head_dim, const char* means,
                                                     int64_t stride, float* out) {
@@ -217,7 +217,7 @@ template <int Rows, int Pages>
   sum_lanes<Rows, Pages>(by_lane, 1.0f, out, kScoreChunkPages);
 }
 
-// Rows against the codes of `Pages` pages, of which the tile's first is `first_page`: out[r][p] are, by token, the sums of q c.
+// Rows against the codes of `Pages` pages, which begin at the tile's page `first_page`: out[r][p] = sums of q c by token.
 template <int Bits, int Rows, int Pages>
 [[gnu::always_inline]] static inline void token_tile(const CodeQuery* const* queries, int lines, const char* codes,
                                                      int64_t stride, const SummariesAhead& ahead, int first_page, vf (*out)[kScorePages]) {
@@ -250,8 +250,8 @@ template <int Bits, int Rows, int Pages>
 }
 
 // Rows against the codes of `Pages` pages, first half: sums[r * row_stride + p] is the sum over the page's tokens of
-// 2^(score - the mean's), means[r * kScoreChunkPages + p] the product with the mean's levels, steps[p] their unit. The logarithms
-// are left to `finish_codes`, for which no tile waits.
+// 2^(score - the mean's score), means[r * kScoreChunkPages + p] the product with the mean's levels, steps[p] their unit.
+// `finish_codes` takes the logarithms later, so that no tile waits for them.
 template <int Bits, int Rows, int Pages, int HeadDim>
 static inline void code_tile(const CodeTileArgs& args, const void* const* rows, const char* summaries, const SummariesAhead& ahead,
                              float* sums, float* means, float* steps) {
@@ -261,7 +261,7 @@ static inline void code_tile(const CodeTileArgs& args, const void* const* rows, 
   const int64_t bytes = at.bytes;
   const CodeQuery* queries[Rows];
   for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const CodeQuery*>(rows[r]);
-  if (ahead)  // what follows the codes; these are fetched a line at a time, so that requests to memory never queue up
+  if (ahead)  // what follows the codes; the codes are fetched a line at a time, so that requests to memory never queue up
     for (int p = 0; p < Pages; ++p)
       for (int64_t byte = at.mean; byte < bytes; byte += 64) prefetch(ahead.page(p) + byte);
   mean_tile<Rows, Pages>(queries, head_dim, summaries + at.mean, bytes, means);
@@ -287,8 +287,8 @@ static inline void code_tile(const CodeTileArgs& args, const void* const* rows, 
   sum_lanes<Rows, Pages>(weights, 1.0f, sums, args.row_stride);
 }
 
-// Second half: scores[i], which holds a sum over tokens, becomes the page's estimated weight, the logarithm of the sum of
-// exp(score) over its tokens.
+// Second half: turns scores[i] from the sum over tokens into the page's estimated weight: the logarithm of the sum of exp(score)
+// over its tokens.
 static inline void finish_codes(const CodeQuery& query, const float* means, const float* steps, int count, float* scores) {
   const vf a = set1(query.a * kLn2);
   const vf shift = set1(-kMeanLevels * query.sum * kLn2);
@@ -314,7 +314,7 @@ static inline void code_row_tile(const CodeTileArgs& args, const void* const* qu
   }
 }
 
-// The usual head sizes have code of their own: their loops have a known length, and nothing is kept in memory between them.
+// The usual head sizes have their own code: their loops have a known length, and nothing goes through memory between them.
 template <int Bits>
 static void score_codes_of(const CodeTileArgs& args, const void* const* queries, int rows, bool four_pages,
                            const char* summaries, const SummariesAhead& ahead, float* sums, float* means, float* steps) {

@@ -1,10 +1,11 @@
-// What the keys of a stretch of pages have in common is taken out of them before they are encoded, and its product with the query
-// added to their scores: softmax over a sequence does not see it, but bits a dim would be spent on it. Some models have keys that are
-// much longer than what tells them apart (a bias of k_proj: Qwen2, Qwen2.5), and a page's mean keeps four bits of each dim.
+// Common keys. What the keys of a stretch of pages have in common is subtracted before they are encoded, and its product with the
+// query is added to their scores. Softmax over a sequence does not see this part, but it would take up bits of every dim. Some
+// models have keys that are much longer than the differences between them (a bias of k_proj: Qwen2, Qwen2.5), and a page's mean
+// keeps only four bits a dim.
 //
-// It is the mean key of the stretch's first page, which is full before any other of the stretch, taken from the keys themselves
-// whenever it is needed: nothing is kept of it but a byte in each summary, and pages that requests share have it alike. Rotary
-// embeddings turn what is long (slow dims, mostly) little over a stretch.
+// The common key is the mean key of the stretch's first page, which is full before any other page of the stretch. It is computed
+// from the keys whenever it is needed. So nothing of it is kept but a byte in each summary, and pages that requests share have the
+// same one. Rotary embeddings turn the long part of keys (slow dims, mostly) only a little over a stretch.
 #include <algorithm>
 
 #include "engine.h"
@@ -12,18 +13,18 @@
 namespace hybrid_sparse {
 namespace {
 
-constexpr float kLeastRatio = 5.0f;  // of the mean's length to the deviation, from which on it is taken out
+constexpr float kLeastRatio = 5.0f;  // of the mean's length to the deviation; only above it is the mean subtracted
 
 }  // namespace
 
-// The mean key of the first page of the stretch that `page` is in; false where it is not long enough to matter.
+// The mean key of the first page of `page`'s stretch. Returns false if it is not long enough to matter.
 bool Engine::common_key(const PageTable& table, int page, float* common) const {
   alignas(64) float squares[kPageTokens];
   const int head_dim = geometry_.layout.head_dim;
   kernels_.key_norms(table.page(page / kCommonKeyPages * kCommonKeyPages), head_dim, squares, common);
-  double squared = 0.0;  // of a key, on average
+  double squared = 0.0;  // squared length of a key, on average
   for (const float square : squares) squared += square / kPageTokens;
-  double length = 0.0;  // squared, too
+  double length = 0.0;  // of the mean, squared too
   for (int d = 0; d < head_dim; ++d) {
     common[d] *= 1.0f / kPageTokens;
     length += double{common[d]} * common[d];
@@ -31,7 +32,7 @@ bool Engine::common_key(const PageTable& table, int page, float* common) const {
   return length > double{kLeastRatio} * kLeastRatio * (squared - length);
 }
 
-// Adds to the scores of pages the rows' products with what was taken out of their keys. Arguments as of `run_score`.
+// Adds the rows' products with the common keys that were subtracted to the scores of pages. Arguments as in `run_score`.
 void Engine::add_common(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count,
                         float* scores, int64_t head_stride, int64_t row_stride) const {
   const Layout& layout = geometry_.layout;

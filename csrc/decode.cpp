@@ -9,7 +9,7 @@
 namespace hybrid_sparse {
 namespace {
 
-constexpr double kMostLogRatio = 60.0;  // of weights, as far as it matters which is larger
+constexpr double kMostLogRatio = 60.0;  // of two weights; beyond it the smaller one does not matter
 
 }  // namespace
 
@@ -77,17 +77,17 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
   if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(scores);
 }
 
-// Whatever the item reads of its candidates is chosen by rank; the retained set is attended beside it.
+// Makes the item ranked: it chooses candidates by rank, and attends its retained set separately.
 void Engine::set_ranked(Item& item) const {
   item.ranked = true;
   for (int p = 0; p < item.candidate_begin; ++p) item.retained.push_back(p);
   for (int p = item.candidate_end; p < item.pages; ++p) item.retained.push_back(p);
 }
 
-// The operands of scoring, once for every query row: all tasks that score a request's pages share them.
+// Makes the scoring operands of every query row once; all tasks that score a request's pages share them.
 void Engine::prepare_summary_queries(const LayerCall& call) {
   const int group = geometry_.group();
-  const int rows = item_count_ * group;  // an item's rows are those of its KV head, items go head by head
+  const int rows = item_count_ * group;  // an item's rows are those of its KV head; items go head by head
   const int64_t row_bytes = kernels_.summary_query_bytes(geometry_.layout);
   if (static_cast<int64_t>(summary_queries_.size()) < rows * row_bytes) summary_queries_.resize(rows * row_bytes);
   query_pointers_.resize(rows);
@@ -101,7 +101,7 @@ void Engine::prepare_summary_queries(const LayerCall& call) {
   }
 }
 
-// The tasks that score the candidates' summaries, of all heads of a request together.
+// Adds the tasks that score the candidates' summaries, for all heads of a request together.
 void Engine::add_scoring_spans() {
   for (int i = 0; i < item_count_; i += geometry_.kv_heads) {
     const Item& item = items_[i];
@@ -116,7 +116,7 @@ void Engine::add_scoring_spans() {
   }
 }
 
-// Scores the candidates' summaries for each query head; attends the retained sets meanwhile.
+// Scores the candidates' summaries for each query head, and attends the retained sets at the same time.
 void Engine::score_and_attend_retained(const LayerCall& call, const Batch& batch) {
   spans_.clear();
   add_scoring_spans();
@@ -145,7 +145,7 @@ void Engine::score_span(const LayerCall& call, const Batch& batch, const Span& s
                   int64_t{group + 1} * candidates, candidates);
 }
 
-// Rows of some KV heads against the summaries of pages, see ScoreArgs; of split codes against their coarse parts.
+// Scores rows of some KV heads against the summaries of pages (see ScoreArgs), or against the coarse parts of split codes.
 void Engine::score_summaries(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count,
                              float* scores, int64_t head_stride, int64_t row_stride) const {
   const Layout& layout = geometry_.layout;
@@ -173,8 +173,8 @@ void Engine::rank(const Selection& selection) {
   });
 }
 
-// The scores of the candidates for the group as a whole. Estimates of weight (key codes) are set against the retained set's,
-// and what all candidates are estimated to weigh is kept.
+// The candidates' scores for the group as a whole. With `retained_lse` (key codes, whose scores estimate weights) they are
+// relative to the retained set, and the estimated weight of all candidates is kept.
 const float* Engine::group_item_scores(Item& item, const float* retained_lse) {
   const int group = geometry_.group();
   const int candidates = item.candidate_end - item.candidate_begin;
@@ -187,7 +187,7 @@ const float* Engine::group_item_scores(Item& item, const float* retained_lse) {
   return grouped;
 }
 
-// Ranks the candidates for the group; where the budget is all that limits the reading, chooses the best. In sequence order:
+// Ranks the candidates for the group. If only the budget limits the reading, chooses the best in sequence order, so that
 // neighbours in memory are read one after the other.
 void Engine::rank_item(Item& item, int index, const Selection& selection) {
   const int group = geometry_.group();
@@ -214,8 +214,8 @@ void Engine::rank_item(Item& item, int index, const Selection& selection) {
   if (item.open) take_next(item, index, selection);
 }
 
-// Items whose pages are known before any is read: dense, fixed and predicted budgets. One without a page has a span of none, so
-// that its rows are stored.
+// Attends the items whose pages are known before any is read: dense, fixed and predicted budgets. An item without pages gets an
+// empty span, so that its rows are stored.
 void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
   int64_t total = 0;
   for (int i = 0; i < item_count_; ++i) {
@@ -294,7 +294,7 @@ void Engine::finish_item(const LayerCall& call, Item& item, int index) {
   store_rows(call, read, item.token, item.head);
 }
 
-// What the codes of the candidates left out weigh, where the stopping rule does not ask.
+// Estimates by codes the share of the candidates left out, if the stopping rule has not.
 void Engine::estimate_unread(Item& item) {
   const int candidates = item.candidate_end - item.candidate_begin;
   const float nothing = -std::numeric_limits<float>::infinity();
@@ -309,9 +309,9 @@ void Engine::estimate_unread(Item& item) {
   }
 }
 
-// Part of the weight that is estimated of the unread candidates goes to the candidates read: with the weights r of the retained set,
-// m of the candidates read and u of the unread, the output becomes that of all that is read, plus u / (r + m + u) times
-// attributed * (the mean of the candidates read - that of all read). That is the candidates' state times a factor.
+// Gives part of the unread candidates' estimated weight to the candidates read. Let r, m and u be the weights of the retained
+// set, of the candidates read and of the unread ones. The output becomes that of everything read, plus u / (r + m + u) times
+// attributed * (mean of the candidates read - mean of everything read). This is the candidates' state times a factor.
 void Engine::attribute_unread(Item& item, const float* retained, float* read) {
   const bool all = static_cast<int>(item.order.size()) == item.candidate_end - item.candidate_begin;
   if (all || item.order.empty() || !geometry_.layout.has_codes()) return;
@@ -330,7 +330,7 @@ void Engine::attribute_unread(Item& item, const float* retained, float* read) {
   }
 }
 
-// Of nothing read.
+// Makes it the state of nothing read.
 void Engine::clear_state(float* of_state) const {
   const int group = geometry_.group();
   std::fill_n(of_state, group, -std::numeric_limits<float>::infinity());
@@ -339,7 +339,7 @@ void Engine::clear_state(float* of_state) const {
   std::fill_n(of_state + 3 * group, int64_t{group} * geometry_.layout.head_dim, 0.0f);
 }
 
-// The normalised output of a group's rows.
+// Stores the normalised output of a group's rows.
 void Engine::store_rows(const LayerCall& call, const float* of_state, int token, int head) {
   const Layout& layout = geometry_.layout;
   const int group = geometry_.group();

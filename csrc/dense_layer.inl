@@ -1,4 +1,4 @@
-// One layer of a small network for a few rows: weights in panels of 16 outputs, each read once a tile of rows.
+// One layer of a small network for a few rows: weights in panels of 16 outputs, each read once per tile of rows.
 // Included inside the namespace and target region of one instruction set, after its vec_*.inl.
 
 template <int Rows, int Panels>

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kExactRows = 96;         // query rows that share one pass over the keys: 16 register tiles of 6
 constexpr int kMinExactSplitPages = 64;  // keys of an exact row block are split over threads no finer than this
-constexpr int kSerialAppendRows = 64;  // (token, head) rows below which handing out tasks costs more than writing
+constexpr int kSerialAppendRows = 64;  // up to this many (token, head) rows, handing out tasks costs more than writing
 
 }  // namespace
 
@@ -122,7 +122,7 @@ void Engine::attend_exact(const LayerCall& call, const Batch& batch) {
   for (int r = 0; r < batch.requests; ++r) {
     const int begin = batch.query_start[r];
     const int tokens = batch.query_start[r + 1] - begin;
-    if (tokens <= 1) continue;  // single rows go the way of decode, densely if need be
+    if (tokens <= 1) continue;  // single rows are decode rows, dense ones if need be
     const int first_position = batch.seq_lens[r] - tokens;
     for (int t = 0; t < tokens; t += tokens_per_block) {
       const int count = std::min(tokens_per_block, tokens - t);
@@ -216,7 +216,7 @@ void Engine::run_row_block(const LayerCall& call, const Batch& batch, const RowB
   }
 }
 
-// The learned sinks of a KV head's query heads: one more token of that score, which has no value.
+// Adds the learned sinks of a KV head's query heads: each is one more token, with that score and no value.
 void Engine::add_sinks(const LayerCall& call, float* of_state, int rows, int head) const {
   if (!call.sinks) return;
   const int group = geometry_.group();

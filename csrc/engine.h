@@ -16,9 +16,9 @@
 
 namespace hybrid_sparse {
 
-inline constexpr int kSpansPerThread = 3;  // parts a call's reading is cut into: enough to even out, few enough to merge
-inline constexpr int kMinScoreSpan = 64;  // pages whose summaries a task scores at least
-inline constexpr int kMinSpanPages = 16;  // pages a task attends at least, where threads share
+inline constexpr int kSpansPerThread = 3;  // parts that a call's reading is cut into: enough to even out, few enough to merge
+inline constexpr int kMinScoreSpan = 64;  // a scoring task takes at least the summaries of this many pages
+inline constexpr int kMinSpanPages = 16;  // an attention task takes at least this many pages, if threads share the work
 
 // log(exp(a) + exp(b)).
 inline double log_add(double a, double b) {
@@ -31,14 +31,14 @@ struct Geometry {
   int q_heads;
   int kv_heads;
   float scale;
-  int sliding_window = 0;  // the latest tokens that a row sees, its own included; 0: all of them
-  bool common_keys = false;  // key codes are of keys less what those of a stretch of pages have in common (common_keys.cpp)
+  int sliding_window = 0;  // a row sees only this many latest tokens, its own included; 0: all tokens
+  bool common_keys = false;  // key codes encode keys minus the common key of their stretch of pages (common_keys.cpp)
   int group() const { return q_heads / kv_heads; }
-  // Of a row at the end of so many tokens the first that it sees.
+  // The first token that the last of `tokens` tokens sees.
   int first_seen(int tokens) const { return sliding_window ? std::max(0, tokens - sliding_window) : 0; }
 };
 
-// The requests of one step. Request r owns query tokens [query_start[r], query_start[r + 1]), the last of its
+// The requests of one step. Request r owns query tokens [query_start[r], query_start[r + 1]), the last ones of its
 // seq_lens[r] tokens. Pointers stay valid while the step lasts.
 struct Batch {
   int requests = 0;
@@ -48,7 +48,7 @@ struct Batch {
   int64_t block_table_stride = 0;
   const int64_t* slot_mapping = nullptr;  // [tokens]; negative: not stored
   const uint8_t* decode = nullptr;        // [requests]; 1: one query token, sparse; 0: exact
-  const int32_t* slots = nullptr;         // [requests]; where a layer keeps the request's state, if it does; null: nowhere
+  const int32_t* slots = nullptr;         // [requests]; where a layer keeps the request's state; null: no layer keeps any
 };
 
 // The pages of a sequence outside the retained set: [begin, end).
@@ -61,29 +61,29 @@ struct CandidatePages {
 // Which candidate pages a decode row reads: an order and rules for where to stop. Every policy is one of these
 // (vllm_hybrid_sparse/values.py, SelectionSpec).
 struct Selection {
-  bool ranked = false;        // by summary score; otherwise every candidate, in sequence order
+  bool ranked = false;        // ordered by summary score; otherwise every candidate, in sequence order
   double budget_ratio = 1.0;  // at most this share of the candidates, rounded up
   int max_pages = 0;          // and at most this many; 0: no such limit
   float threshold = 1.0f;     // stop once this share of the mass is exceeded; 1: never
-  int microbatch_pages = 8;   // pages between two looks at the threshold
-  // What the unread pages are taken to weigh: the sum of their estimates (key codes), or each as much as the lightest page
-  // read so far (PSA, Algorithm 1).
+  int microbatch_pages = 8;   // pages between two checks of the threshold
+  // The assumed weight of the unread pages. True: the sum of their estimates (key codes). False: each weighs as much as the
+  // lightest page read so far (PSA, Algorithm 1).
   bool estimated_remainder = false;
-  // How much of the weight that key codes estimate of the unread candidates goes to the candidates read; the rest is left out.
+  // Share of the unread candidates' estimated weight (key codes) that goes to the candidates read; the rest is left out.
   float attributed = 0.0f;
   int sink_tokens = 0;        // retained set, always attended densely
   int window_tokens = kPageTokens;
 
   int budget(int candidates) const;
   CandidatePages candidates(int seq_len) const;
-  // Reads in microbatches: with a threshold, and where nothing limits the reading (PSA with a threshold of 1).
-  bool progressive() const { return ranked && (threshold < 1.0f || (budget_ratio >= 1.0 && max_pages == 0)); }
+  // Whether it reads in microbatches. A threshold of 1 never stops: everything is read, so nothing needs scoring.
+  bool progressive() const { return ranked && threshold < 1.0f; }
 };
 
 struct LayerCall {
   char* kv;
   int64_t block_stride;  // bytes
-  const char* query;     // strides in elements of the KV dtype, one token to the next
+  const char* query;     // strides: elements of the KV dtype from one token to the next
   int64_t query_stride;
   const char* key;       // null: nothing to append
   int64_t key_stride;
@@ -117,85 +117,84 @@ struct Stats {
   int64_t pages_total = 0;        // a full read of the context
   int64_t pages_candidate = 0;
   int64_t pages_read = 0;         // retained and selected
-  int64_t pages_wasted = 0;       // read ahead of a stop and dropped
+  int64_t pages_wasted = 0;       // read past the stop and dropped
   int64_t summaries_scored = 0;
-  int64_t summary_bytes = 0;      // of them; of split codes the coarse parts, and the fine parts read
+  int64_t summary_bytes = 0;      // of these; with split codes, the coarse parts and the fine parts read
   int64_t microbatches = 0;
-  int64_t judged = 0;             // items of progressive selection: those with an estimate of the kept mass
-  double kept_mass = 0.0;         // sum over them of the estimate at the stop, lowest head of the group
+  int64_t judged = 0;             // items of progressive selection: only they estimate the kept mass
+  double kept_mass = 0.0;         // sum over judged items: the estimate at the stop, lowest head of the group
   int64_t stopped_early = 0;      // items
-  int64_t streaming = 0;          // items that Fluxion lets read nothing beside the retained set
-  int64_t anchor_pages = 0;       // read to observe anchors (Fluxion), beside pages_read
+  int64_t streaming = 0;          // items for which Fluxion reads nothing but the retained set
+  int64_t anchor_pages = 0;       // read to observe anchors (Fluxion), not in pages_read
 };
 
 class Engine {
  public:
   Engine(const Geometry& geometry, const Isa& isa, ThreadPool& pool);
 
-  // `hgca`, `fluxion`: null, or the layer's state, one of them at most, which then decides what decode rows read; needs
-  // batch.slots. Fluxion takes the retained set from the selection, and nothing else.
+  // `hgca`, `fluxion`: the layer's state, or null; at most one is given. It then decides what decode rows read, and needs
+  // batch.slots. Fluxion takes only the retained set and `attributed` from the selection.
   void forward(const LayerCall& call, const Batch& batch, const Selection& selection, HgcaLayer* hgca, FluxionLayer* fluxion);
-  // Summarises every page of some blocks anew, for keys that something else has written: blocks of sequences from their beginnings,
-  // those of sequence s from starts[s] to starts[s + 1].
+  // Summarises every page of some blocks again, because something else has written their keys. The blocks of sequence s are
+  // blocks[starts[s]] to blocks[starts[s + 1] - 1], from the beginning of the sequence on.
   void summarize(char* kv, int64_t block_stride, const int32_t* blocks, const int32_t* starts, int sequences);
-  // The parts of a decode row one at a time, for a runtime that decides in between (host_tasks.cpp). They count nothing.
+  // The parts of a decode row, one at a time, for a runtime that decides in between (host_tasks.cpp). Stats do not count them.
   // Scores the summaries of pages [page_begin, page_begin + count) of one request for a token's query heads:
   // scores [q_heads][count].
   void score_pages(const RequestPages& of, const char* query, int page_begin, int count, float* scores);
-  // Attends with the query heads of one group to some pages of one request, of which seq_len tokens are there: normalised
-  // rows out [group][head_dim], their log-sum-exp (-inf where no token was seen), and that of each row's lightest page.
-  // With `token_scores` [group][count][16], which may be null, also the scaled score of every token; of those that are not
-  // there anything.
+  // Attends with the query heads of one group to some pages of one request that has seq_len tokens: normalised rows
+  // out [group][head_dim], their log-sum-exp (-inf where no token was seen), and that of each row's lightest page.
+  // `token_scores` [group][count][16], if not null, receives the scaled score of every token; those of tokens from seq_len
+  // on are undefined.
   void attend_pages(const RequestPages& of, const char* query, int head, const int32_t* pages, int count, int seq_len,
                     float* out, float* lse, float* lightest_lse, float* token_scores);
-  // The page policies' decode rows where a device attends (page_tasks.cpp): the batch has decode rows alone, whose keys and values
-  // are stored. First the scores of all candidates; they stay until the next call that is not one of the parts above.
+  // Decode rows of the page policies if a device attends (page_tasks.cpp). The batch has only decode rows, and their keys and
+  // values are stored. The first call scores all candidates; the scores stay until the next call other than the parts above.
   void score_candidates(const LayerCall& call, const Batch& batch, const Selection& selection);
-  // Then what each group may read, best first: describe_orders(), copy_orders(). Nothing where the retained set is estimated to be
-  // enough; a group that needs no scores reads everything. retained_lse [rows][q_heads]. Nothing is counted. False, and nothing
-  // is done, where other rows were scored last.
+  // The second call orders what each group may read, best first; describe_orders() and copy_orders() return it. A group reads
+  // nothing if its retained set is estimated to be enough, and everything if it needs no scores. retained_lse [rows][q_heads].
+  // Stats count nothing. Returns false, and does nothing, if another number of rows was scored last.
   bool order_candidates(const Selection& selection, int rows, const float* retained_lse);
   struct OrderSizes {  // of one group
-    int32_t pages;     // that it may read
+    int32_t pages;     // pages that it may read
     int32_t scored;    // candidates whose summaries were scored
-    int32_t expected;  // of `pages` the first, by whole microbatches, that are enough if the estimates hold, or all; 0: not asked
-    int32_t unread;    // numbers of copy_orders()
-    float share;       // P_acc before any candidate is read; 1 where nothing is estimated
+    int32_t expected;  // how many of `pages`, in whole microbatches, are enough if the estimates hold, or all; 0: not asked
+    int32_t unread;    // how many numbers copy_orders() writes to its `unread`
+    float share;       // P_acc before any candidate is read; 1 if nothing is estimated
   };
-  // [rows][kv_heads] of the rows ordered last.
+  // For the rows ordered last: sizes [rows][kv_heads].
   void describe_orders(OrderSizes* sizes) const;
-  // One group behind the other its pages in the order of reading, and what the candidates left unread after each microbatch are
-  // estimated to weigh, [microbatches][group] logarithms, nothing where that is not asked for.
+  // Group after group, the pages in reading order, and the estimated log weight of the candidates still unread after each
+  // microbatch, [microbatches][group]; nothing for a group that does not ask for it.
   void copy_orders(int64_t* pages, float* unread) const;
-  // HGCA's decode rows where a device attends the dense window (hgca_tasks.cpp). They count nothing.
-  // What leaves the window of a row is judged; false, and nothing is done, where the state is not for the tokens before it.
+  // HGCA's decode rows if a device attends the dense window (hgca_tasks.cpp). Stats do not count them.
+  // Judges the entries that leave a row's window. Returns false, and does nothing, if the state is not for the tokens before it.
   bool begin_hgca_row(const RequestPages& of, HgcaLayer& layer, int slot, int seq_len);
-  // Attends with rows of [q_heads][head_dim] to what is packed of each: normalised out [rows][q_heads][head_dim], lse
-  // [rows][q_heads], zeros and -inf where nothing is. The pages read.
+  // Attends with rows of [q_heads][head_dim] to the packed tokens of each: normalised out [rows][q_heads][head_dim], lse
+  // [rows][q_heads], zeros and -inf where nothing is packed. Returns the number of pages read.
   int64_t attend_packed(HgcaLayer& layer, const int32_t* slots, int rows, const char* query, float* out, float* lse);
-  // Brings the moving averages up to date: scores [q_heads][stride] of the window's tokens, page after page, and their
+  // Updates the moving averages from the scores [q_heads][stride] of the window's tokens, page after page, and their
   // log-sum-exp [q_heads].
   void end_hgca_row(HgcaLayer& layer, int slot, int seq_len, const float* scores, int64_t stride, const float* lse);
-  // Fluxion's decode rows where a device attends (fluxion_tasks.cpp). Everything of forward() but the attention: the batch has
-  // decode rows alone, whose keys and values are stored and whose retained sets are attended. What they read beside them:
-  // last_plan(), last_budgets(), last_unread(). The rows are counted.
+  // Fluxion's decode rows if a device attends (fluxion_tasks.cpp): everything that forward() does except the attention. The
+  // batch has only decode rows; their keys and values are stored and their retained sets attended. last_plan(), last_budgets()
+  // and last_unread() say what they read in addition. Stats count the rows.
   void choose_fluxion_pages(const LayerCall& call, const Batch& batch, const Selection& selection, FluxionLayer& layer,
                             const SegmentStates& segments);
-  // What forward() does for a row that attends to everything: query [q_heads][head_dim] of the last of so many tokens.
+  // What forward() does for a row that attends to everything. query [q_heads][head_dim]: of the last of `tokens` tokens.
   void keep_fluxion_query(FluxionLayer& layer, int slot, const char* query, int tokens);
-  // Judges the host side of requests anew; the batch has their latest rows, of which nothing but the queries is looked at.
+  // Re-evaluates the host side of requests. The batch has their latest rows; only the queries of these are read.
   void reevaluate_rows(const LayerCall& call, const Batch& batch, HgcaLayer& layer);
 
   const Isa& isa() const { return isa_; }
-  const Geometry& geometry() const { return geometry_; }
   const Stats& stats() const { return stats_; }
   void reset_stats() { stats_ = {}; }
-  // Candidate pages read by the last call's decode row of the request and KV head, in reading order.
+  // Candidate pages that the request's decode row of the last call read for the KV head, in reading order.
   std::vector<int32_t> last_plan(int request, int kv_head) const;
-  // Fluxion's, of the same: [group][feature::count]; granularity and then [group] blocks. Empty for a row that read everything.
+  // The same row under Fluxion: features [group][feature::count]; granularity, then blocks [group]. Empty if it read everything.
   std::vector<float> last_features(int request, int kv_head) const;
   std::vector<int32_t> last_budgets(int request, int kv_head) const;
-  // Likewise what the codes of the blocks left out are estimated to weigh, [group] logarithms; empty where nothing is estimated.
+  // Likewise the log weight of the blocks left out, [group], as their codes estimate it; empty if nothing is estimated.
   std::vector<float> last_unread(int request, int kv_head) const;
 
  private:
@@ -211,57 +210,58 @@ class Engine {
     int splits;
     int pages() const { return page_end - page_begin; }
   };
-  struct FilledPage {  // in a step
+  struct FilledPage {  // a page that a step fills
     int request;
-    int page;  // of the sequence
+    int page;  // of the sequence; -1 if the batch does not say
+    int64_t slot;  // of its last token
   };
   struct Item {  // decode row of one request, one KV head
     int request;
     int head;
     int token;
     int seq_len;
-    int first_page;  // that is read, if the row has a sliding window
-    int pages;       // up to here
+    int first_page;  // the first that the row sees; 0 without a sliding window
+    int pages;       // end of the pages that it sees
     int candidate_begin;
     int candidate_end;
     bool ranked;
     bool progressive;
-    int first_state;  // of what is read beside the retained set; ranked: that of the retained set is the item's own index
+    int first_state;  // of its `states`; a ranked item's retained set has another state, at the item's own index
     int states;
-    int pending;  // tasks of the current phase not finished yet; the one that finishes last takes the item's next step
+    int pending;  // unfinished tasks of the current phase; the last one to finish takes the item's next step
     int budget;
     int64_t score_offset;
     std::vector<int32_t> retained;  // ranked: pages of the retained set, ascending
     std::vector<int32_t> order;     // ranked: candidate pages read so far; progressive in rank order, else ascending
     RankedPages rank;
     bool open;                      // progressive: not stopped yet
-    int left;                       // progressive: candidates not yet counted
+    int left;                       // progressive: candidates not counted as read yet
     int wasted;
     int round_first;                // progressive: position in `order` of this round's first page
-    int first_span;                 // progressive: of this round
+    int first_span;                 // progressive: this round's first
     int microbatches;               // progressive: verified so far
     float kept;
     std::vector<float> lse_min;     // [group]
-    std::vector<float> estimated_lse;  // [group] of all candidates; with an anchor of those that `order` leaves out
-    std::vector<double> unread;        // [group] share of that estimate which `order` leaves out; empty: unknown
-    std::vector<float> unread_after;   // [microbatches][group] log weight that `order` leaves out after each
-    int expected;                      // pages of `order`, by whole microbatches, that are enough by estimate; 0: unknown
+    std::vector<float> estimated_lse;  // [group] of all candidates; with an anchor, of those that `order` leaves out
+    std::vector<double> unread;        // [group] share of that estimate that `order` leaves out; empty: unknown
+    std::vector<float> unread_after;   // [microbatches][group] log weight still left out after each microbatch
+    int expected;                      // pages of `order`, in whole microbatches, that the estimates call enough; 0: unknown
     FluxionRequest* anchor;            // Fluxion's state of the request; null: the row reads what the selection says
-    int first_row;                     // anchor: of head_features_ and what goes with them
-    int granularity;                   // anchor: tokens of a logical block, 0 where all heads stream
+    int first_row;                     // anchor: in head_features_ and the arrays with the same rows
+    int granularity;                   // anchor: tokens of a logical block; 0: all heads stream
     int fine_parts;                    // anchor: pages whose split codes were read whole
 
     int seen_pages() const { return pages - first_page; }
   };
-  struct Span {  // one task: of attention for one item, of scoring for all items of a request
-    int item;    // scoring: the first
+  struct Span {  // one task: attention for one item, or scoring for all items of a request
+    int item;    // scoring: the request's first
     const int32_t* pages;  // null: a range
     int page_begin;
     int count;
     int state;
     bool ends_microbatch = false;  // progressive
   };
-  struct HgcaItem {  // row of one request that has one, one KV head
+  struct HgcaItem {  // the only row of one request, one KV head
     int request;
     int head;
     int token;
@@ -269,7 +269,7 @@ class Engine {
     HgcaPages pages;
     HgcaHead* state;  // null: the row attends to everything
     int first_state;
-    int window_states;  // the first of `states`
+    int window_states;  // of the dense window; they come first among `states`
     int states;
     int pending;
     int64_t score_offset;         // of the window's scores, [group][window.size()][16]
@@ -279,7 +279,7 @@ class Engine {
     enum class Part { window, packed, everything };
     int item;
     Part part;
-    int begin;  // pages: window: index into the item's; else page number
+    int begin;  // first page. window: an index into the item's; else a page number
     int count;
     int state;
   };
@@ -300,14 +300,14 @@ class Engine {
     int seq_len;
     HgcaPages pages;
     HgcaHead* state;
-    int parts;  // that the host side is cut into
+    int parts;  // of the host side, each one task
     int64_t lse_offset;     // [parts][group][rows]
     int64_t weight_offset;  // [group][tokens of the host side]
   };
 
   void append(const LayerCall& call, const Batch& batch);
   void summarize_filled(const LayerCall& call, const Batch& batch);
-  void summarize_page(const PageTable& table, int page);
+  void summarize_page(const PageTable& table, int page, const float* common);
   bool takes_common_keys() const { return geometry_.common_keys && geometry_.layout.summary == Summary::key_codes; }
   bool common_key(const PageTable& table, int page, float* common) const;
   void add_common(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count, float* scores,
@@ -344,7 +344,7 @@ class Engine {
   void attend_selected(const LayerCall& call, const Batch& batch);
   void attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection);
   void verify(Item& item, int index, const Selection& selection, int pages_read);
-  // Attends every span; the task that attends an item's last one, counted by `pending`, goes on with last_done(item).
+  // Attends every span. The task that finishes an item's last span, counted by `pending`, then calls last_done(item).
   template <class F>
   void run_spans(const LayerCall& call, const Batch& batch, const F& last_done) {
     int states = 0;
@@ -386,7 +386,8 @@ class Engine {
   const void* const* anchor_queries(const Anchor& anchor, int head) const;
   void attend_anchor(const LayerCall& call, const Batch& batch, const FluxionLayer& layer, int index);
   void observe_host(const LayerCall& call, const Batch& batch, int index);
-  void observe_budgets(const LayerCall& call, const Batch& batch, int index);
+  template <class LookAt>
+  void observe_budgets(const LayerCall& call, const Batch& batch, int index, const LookAt& look_at);
   void attend_segments(const LayerCall& call, const Batch& batch);
   void take_segments(const LayerCall& call, const SegmentStates& segments);
   void describe_heads(const LayerCall& call, Item& item, int index);
@@ -415,15 +416,15 @@ class Engine {
   PageTable page_table(const RequestPages& of, int head) const;
   const char* query_row(const LayerCall& call, int token, int q_head) const;
 
-  // A state is group rows of [max, sum, page_lse_min] and then the rows' outputs.
+  // A state: max [rows], sum [rows], page_lse_min [rows], output [rows][head_dim].
   int64_t state_floats(int rows) const { return int64_t{rows} * (3 + geometry_.layout.head_dim); }
   float* state(int index) { return states_.data() + index * state_floats(geometry_.group()); }
   const float* state(int index) const { return states_.data() + index * state_floats(geometry_.group()); }
-  // Of a ranked item the retained set's state is its own index's, of the candidates read so far (progressive) this one's.
+  // The state of the candidates that a progressive item has read so far; a ranked item's retained set has state(index).
   int read_state(int index) const { return item_count_ + index; }
   void clear_state(float* of_state) const;
   void reserve_states(int count);
-  float lse(const float* of_state, int row) const;  // of what the state has read
+  float lse(const float* of_state, int row) const;  // log-sum-exp of what the state has read
   void merge_state(float* into, const float* from, int rows) const;
   // A group's state as normalised rows [group][head_dim] and their log-sum-exp; zeros and -inf where nothing was read.
   void normalise_state(const float* of_state, float* out, float* lse_out) const;
@@ -437,15 +438,15 @@ class Engine {
   std::vector<FilledPage> filled_;
   std::vector<RowBlock> row_blocks_;
   std::vector<float> row_states_;
-  std::vector<Item> items_;  // grows only; the first item_count_ are in use
+  std::vector<Item> items_;  // only grows; the first item_count_ are in use
   int item_count_ = 0;
   std::vector<Span> spans_;
-  int most_parts_ = 1;          // of a microbatch in a round
+  int most_parts_ = 1;          // that a microbatch is cut into in a round
   int microbatches_ahead_ = 1;  // that an item reads in a round
-  float attributed_ = 0.0f;     // Selection's, of the call
+  float attributed_ = 0.0f;     // the current call's Selection::attributed
   std::vector<float> states_;
   std::vector<float> scores_;
-  std::vector<char> summary_queries_;        // operands of scoring of every item's rows
+  std::vector<char> summary_queries_;        // scoring operands of every item's rows
   std::vector<const void*> query_pointers_;  // to them
   std::vector<HgcaItem> hgca_items_;
   std::vector<HgcaSpan> hgca_spans_;
@@ -454,7 +455,7 @@ class Engine {
   std::vector<float> part_lse_;
   std::vector<float> host_weights_;
   std::vector<Anchor> anchors_;
-  int predicted_rows_ = 0;  // query heads of the call that have a budget predicted; what follows grows only
+  int predicted_rows_ = 0;  // query heads of the call whose budgets are predicted; what follows only grows
   std::vector<float> head_features_;             // [rows][feature::count]
   std::vector<char> block_operands_;             // of every row (prepare_block_query)
   std::vector<HeadProperties> head_properties_;  // [rows]

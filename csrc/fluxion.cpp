@@ -1,5 +1,5 @@
-// Fluxion's decode rows: features of every head from the retained set's states and the anchor, a budget for each from the
-// predictor, and a granularity for each group (Fluxion, sections 5.2 and 5.3); fluxion_blocks.cpp has what follows from them.
+// Fluxion's decode rows: the features of every head from the states of the retained set and the anchor, a budget for each head
+// from the predictor, and a granularity for each group (Fluxion, sections 5.2 and 5.3). fluxion_blocks.cpp goes on from there.
 #include <algorithm>
 #include <cmath>
 
@@ -8,7 +8,7 @@
 namespace hybrid_sparse {
 namespace {
 
-constexpr int kMinPredictRows = 3;  // heads that one task predicts at least: all of them read the whole network
+constexpr int kMinPredictRows = 3;  // heads that a task predicts at least, since every task reads the whole network
 
 double dot(const float* a, const float* b, int count) {
   double sum = 0.0;
@@ -32,8 +32,8 @@ void Engine::attend_fluxion(const LayerCall& call, const Batch& batch, const Sel
   if (item_count_ > 0) count_stats();
 }
 
-// Gives each sparse row the request's state, and lists those whose anchor is to be observed first: the prompt's last query, or,
-// where that is unknown or lies too far behind, the row's own.
+// Gives each sparse row its request's state, and lists the anchors to observe first. An anchor is the prompt's last query, or the
+// row's own query if that one is unknown or too far behind.
 void Engine::choose_anchors(const LayerCall& call, const Batch& batch, const Selection& selection, FluxionLayer& layer) {
   anchors_.clear();
   int rows = 0;
@@ -69,19 +69,19 @@ void Engine::choose_anchors(const LayerCall& call, const Batch& batch, const Sel
   predicted_rows_ = rows;
 }
 
-// The row's queries, one after the other, become the anchor that is to be observed.
+// Makes the row's queries, which are consecutive, the anchor to observe.
 void Engine::keep_query(const char* row, FluxionRequest& state) const {
   const int64_t bytes = int64_t{geometry_.q_heads} * geometry_.layout.head_dim * element_bytes(geometry_.layout.dtype);
   state.query.assign(row, row + bytes);
   state.observed = false;
 }
 
-// Rows that attended to everything leave their last query: a decode row that follows makes it the anchor.
+// Keeps the last query of rows that attended to everything: the next decode row makes it the anchor.
 void Engine::keep_last_queries(const LayerCall& call, const Batch& batch, FluxionLayer& layer) {
   int i = 0;
   for (int r = 0; r < batch.requests; ++r) {
     const int end = batch.query_start[r + 1];
-    const bool attended = end > batch.query_start[r] && batch.seq_lens[r] > 0;  // else its token was stored, no more
+    const bool attended = end > batch.query_start[r] && batch.seq_lens[r] > 0;  // otherwise its token was only stored
     if (!attended || batch.slots[r] < 0) continue;
     while (i < item_count_ && items_[i].request < r) i += geometry_.kv_heads;
     const bool sparse = i < item_count_ && items_[i].request == r && items_[i].anchor;
@@ -91,7 +91,7 @@ void Engine::keep_last_queries(const LayerCall& call, const Batch& batch, Fluxio
   }
 }
 
-// The sink and the recent window, each with a state of its own; then what they say of the heads.
+// Attends the sink and the recent window, each into its own state, and then describes the heads by them.
 void Engine::attend_segments(const LayerCall& call, const Batch& batch) {
   spans_.clear();
   for (int i = 0; i < item_count_; ++i) {
@@ -107,7 +107,7 @@ void Engine::attend_segments(const LayerCall& call, const Batch& batch) {
   share_largest_norms();
 }
 
-// Each head's own norm, as describe_heads leaves it, becomes that of the row's largest.
+// Replaces each head's own norm, as describe_heads leaves it, with the largest one of the row.
 void Engine::share_largest_norms() {
   for (int i = 0; i < item_count_; i += geometry_.kv_heads) {
     if (!items_[i].anchor) continue;
@@ -119,7 +119,8 @@ void Engine::share_largest_norms() {
   }
 }
 
-// The features of the item's heads, but for the one that takes all heads: each leaves its own norm there. Merges the item's states.
+// Writes the features of the item's heads. The largest norm needs all heads of the row, so each head leaves its own norm in its
+// place. Merges the item's states.
 void Engine::describe_heads(const LayerCall& call, Item& item, int index) {
   const int group = geometry_.group();
   const int head_dim = geometry_.layout.head_dim;
@@ -159,7 +160,7 @@ void Engine::describe_heads(const LayerCall& call, Item& item, int index) {
     head_features_[int64_t{item.first_row + g} * feature::count + feature::largest_output_norm] = output_norm(state(index), g);
 }
 
-// Of a row's output; 0 where it has read nothing.
+// The norm of a row's output; 0 if the row has read nothing.
 float Engine::output_norm(const float* of_state, int row) const {
   const int group = geometry_.group();
   const int head_dim = geometry_.layout.head_dim;

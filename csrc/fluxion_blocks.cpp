@@ -1,4 +1,4 @@
-// Fluxion's logical blocks: what the summaries of their pages say of them, and the pages of each head's best.
+// Fluxion's logical blocks: their scores by the summaries of their pages, and the pages of each head's best blocks.
 #include <algorithm>
 #include <limits>
 
@@ -11,14 +11,14 @@ constexpr int kMinBlockScorePages = 128;  // pages whose summaries a task scores
 
 }  // namespace
 
-// Bytes of what a query row is turned into for `score_blocks`.
+// Bytes of a query row's operand for `score_blocks`.
 int64_t Engine::block_operand_bytes() const {
   const Layout& layout = geometry_.layout;
   return layout.has_codes() ? kernels_.summary_query_bytes(layout)
                             : int64_t{2} * layout.head_dim * static_cast<int64_t>(sizeof(float));
 }
 
-// The row in the KV's dtype, and as floats.
+// Takes the row both in the KV's dtype and as floats.
 void Engine::prepare_block_query(const char* query, const float* floats, char* out) const {
   const Layout& layout = geometry_.layout;
   if (layout.has_codes())
@@ -27,10 +27,10 @@ void Engine::prepare_block_query(const char* query, const float* floats, char* o
     split_by_sign(floats, layout.head_dim, reinterpret_cast<float*>(out));
 }
 
-// Scores of the logical blocks of some pages of one KV head, the last of which may be shorter: by min/max the unscaled bound over
-// all pages of a block (Quest), by key codes what they are estimated to weigh together, as a logarithm; by split codes from both
-// bits, or from the signs alone.
-// queries: [rows] operands of prepare_block_query; row r's scores at scores + r * stride.
+// Scores the logical blocks of some pages of one KV head; the last block may be shorter. With min/max a score is the unscaled
+// bound over all pages of a block (Quest). With key codes it is the logarithm of what these pages are estimated to weigh together;
+// split codes give that from both bits, or from the signs alone.
+// queries: [rows] operands of prepare_block_query; row r's scores lie at scores + r * stride.
 void Engine::score_blocks(const PageTable& table, const void* const* queries, int rows, CandidatePages pages, int block_pages,
                           bool signs_alone, float* scores, int64_t stride) const {
   const Layout& layout = geometry_.layout;
@@ -97,7 +97,7 @@ int Engine::num_blocks(const Item& item) const {
   return (item.candidate_end - item.candidate_begin + block_pages - 1) / block_pages;
 }
 
-// The heads that select something have rows of scores, one after another; the others have none.
+// Only heads that select something have a row of scores; these rows are consecutive.
 void Engine::score_block_span(const LayerCall& call, const Batch& batch, const Span& span) {
   const Item& item = items_[span.item];
   const int block_pages = item.granularity / kPageTokens;
@@ -118,7 +118,7 @@ const std::vector<const void*>& Engine::block_queries(const Item& item) const {
   return queries;
 }
 
-// The union of the heads' best blocks, as pages in sequence order. Of split codes they are chosen among those listed.
+// Takes the union of the heads' best blocks, as pages in sequence order. With split codes only listed blocks can be among them.
 void Engine::take_blocks(Item& item, const PageTable& table) {
   const int blocks = num_blocks(item);
   const int block_pages = item.granularity / kPageTokens;
@@ -157,7 +157,8 @@ void Engine::take_blocks(Item& item, const PageTable& table) {
   item.budget = static_cast<int>(item.order.size());
 }
 
-// What the codes of the blocks left out weigh, for the heads that select some; the others are taken to lack nothing.
+// Estimates from the codes what the blocks left out weigh, for the heads that select some. The other heads are assumed to lack
+// nothing.
 void Engine::estimate_unread_blocks(Item& item, const std::vector<uint8_t>& taken) {
   const int group = geometry_.group();
   const int blocks = static_cast<int>(taken.size());

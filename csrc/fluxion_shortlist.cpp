@@ -1,4 +1,5 @@
-// Fluxion's ranking over split codes: the signs of all pages list the blocks whose codes are read whole.
+// Fluxion's ranking with split codes: the signs of all pages decide which blocks are listed, and only the codes of these blocks
+// are read whole.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -10,16 +11,16 @@
 namespace hybrid_sparse {
 namespace {
 
-// Of split codes a head's best blocks by their signs are scored anew by both bits: so many times as many as it selects, and so many
-// more (benchmarks/TRIED.md has what fewer lose).
+// With split codes, a head's best blocks by signs are scored again by both bits: this many times the number that it selects, and
+// then this many more (benchmarks/TRIED.md says what fewer lose).
 constexpr int kListedBlocks = 4;
 constexpr int kListedMore = 8;
-constexpr int kPagesAhead = 4;  // whose fine parts are fetched
+constexpr int kPagesAhead = 4;  // how far ahead fine parts are prefetched
 
 }  // namespace
 
-// What the split codes of pages weigh by both bits, as logarithms. Pages are put together in memory of the thread's own, as codes
-// in one piece, and scored as such. scores: row r's at scores + r * stride.
+// What pages are estimated to weigh by both bits of their split codes, as logarithms. The parts of each page's codes are joined in
+// the thread's own memory and scored as codes in one piece. Row r's scores lie at scores + r * stride.
 void Engine::weigh_listed(const PageTable& table, const void* const* queries, int rows, const int32_t* pages, int count,
                           float* scores, int64_t stride) const {
   const Layout& layout = geometry_.layout;
@@ -49,7 +50,7 @@ void Engine::weigh_pages(const PageTable& table, const void* const* queries, int
   weigh_listed(table, queries, rows, listed.data(), pages.count(), scores, stride);
 }
 
-// The blocks, ascending, that are among the best of some head by their signs.
+// Lists, in ascending order, the blocks that are among some head's best by their signs.
 void Engine::list_blocks(const Item& item, std::vector<int32_t>& listed) const {
   const int blocks = num_blocks(item);
   static thread_local std::vector<uint8_t> marked;

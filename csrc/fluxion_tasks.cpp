@@ -1,4 +1,4 @@
-// Fluxion's decode rows where a device attends: the states of their segments come in, what each group reads goes out.
+// Fluxion's decode rows if a device attends: takes the states of their segments, and says what each group reads.
 #include <algorithm>
 #include <limits>
 
@@ -27,7 +27,7 @@ void Engine::keep_fluxion_query(FluxionLayer& layer, int slot, const char* query
   request.tokens = tokens;
 }
 
-// In the place of attend_segments.
+// Takes the place of attend_segments.
 void Engine::take_segments(const LayerCall& call, const SegmentStates& segments) {
   const int group = geometry_.group();
   const int head_dim = geometry_.layout.head_dim;

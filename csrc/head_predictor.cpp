@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kPanel = 16;
 constexpr float kFeatureLimit = 10.0f;  // standard deviations; what lies beyond was never seen in training
-constexpr double kSlackBlocks = 1e-6;   // what budget * blocks may exceed a whole number by without costing a block
+constexpr double kSlackBlocks = 1e-6;   // budget * blocks may exceed a whole number by this much without costing a block
 
 int panels(int outputs) { return (outputs + kPanel - 1) / kPanel; }
 
@@ -80,7 +80,7 @@ int select_budgets(const HeadProperties* heads, int group, int host_tokens, int 
   for (int h = 0; h < group; ++h) {
     if (heads[h].streaming) continue;
     const double wanted = std::ceil(budget_of(heads[h], chosen) * host_tokens / chosen - kSlackBlocks);
-    blocks[h] = std::clamp(static_cast<int>(wanted), 1, all);
+    blocks[h] = wanted >= all ? all : wanted > 1.0 ? static_cast<int>(wanted) : 1;  // 1 of what is not a number, too
   }
   return chosen;
 }

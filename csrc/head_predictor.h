@@ -1,5 +1,6 @@
-// Fluxion's head-property predictor and its selector: from a head's features to its budget, from the budgets of a group to the
-// granularity that moves the least data (Fluxion, sections 5.2 and 5.3). predictor/model.py and policy/budget.py say the same.
+// Fluxion's head-property predictor and its selector: the first turns a head's features into its budget, the second a group's
+// budgets into the granularity that moves the least data (Fluxion, sections 5.2 and 5.3). predictor/model.py and policy/budget.py
+// do the same in Python.
 #pragma once
 
 #include <array>
@@ -10,7 +11,7 @@
 
 namespace hybrid_sparse {
 
-// The features of a query head in the order of predictor/features.py, which documents them.
+// The features of a query head, in the order of predictor/features.py, which documents them.
 #define HYBRID_SPARSE_FEATURES(X)                                                                                          \
   X(layer) X(head) X(host_tokens) X(retained_tokens)                                                                       \
   X(sink_key_norm) X(sink_value_norm) X(mean_key_norm) X(mean_value_norm)                                                  \
@@ -31,7 +32,7 @@ enum Column : int { HYBRID_SPARSE_FEATURES(HYBRID_SPARSE_FEATURE) count };
 #undef HYBRID_SPARSE_FEATURE
 }  // namespace feature
 
-inline constexpr float kTinyNorm = 1e-30f;                             // keeps 0 / 0 out
+inline constexpr float kTinyNorm = 1e-30f;                             // prevents 0 / 0
 inline constexpr std::array<int, 4> kGranularities = {16, 32, 64, 128};  // tokens of a logical block
 
 struct HeadProperties {
@@ -45,11 +46,11 @@ class HeadPredictor {
   static constexpr std::array<int, 5> kSizes = {feature::count, 256, 256, 128, 3};
   static constexpr int kLayers = static_cast<int>(kSizes.size()) - 1;
 
-  // weights[i] is [kSizes[i + 1]][kSizes[i]] and biases[i] [kSizes[i + 1]], as torch keeps them; everything is copied.
+  // weights[i] is [kSizes[i + 1]][kSizes[i]] and biases[i] is [kSizes[i + 1]], as torch keeps them; everything is copied.
   HeadPredictor(const float* feature_mean, const float* feature_std, const float* target_mean, const float* target_std,
                 const std::vector<const float*>& weights, const std::vector<const float*>& biases);
 
-  // features [rows][feature::count], as they come -> out [rows].
+  // features [rows][feature::count], not standardised -> out [rows].
   void predict(const Kernels& kernels, const float* features, int rows, HeadProperties* out) const;
 
  private:
@@ -58,7 +59,7 @@ class HeadPredictor {
   std::array<float, 2> target_mean_;
   std::array<float, 2> target_std_;
   std::array<std::vector<float>, kLayers> panels_;  // [outputs / 16][inputs][16] (DenseArgs)
-  std::array<std::vector<float>, kLayers> biases_;  // filled up to whole panels, as the last panel is
+  std::array<std::vector<float>, kLayers> biases_;  // padded with 0 to whole panels, as the weights are
 };
 
 // The query's positive elements, then its negative ones, 0 elsewhere (BlockScoreArgs).
@@ -69,9 +70,9 @@ inline void split_by_sign(const float* query, int head_dim, float* out) {
   }
 }
 
-// What a group reads of its host segment. blocks[h] receives how many logical blocks head h selects, 0 of a streaming head.
-// Returns the tokens of a block, 0 where all heads stream. `only`: the granularity, or 0 for the one of the least volume, of equals
-// the coarser.
+// Decides what a group reads of its host segment. blocks[h] receives the number of logical blocks that head h selects, 0 for a
+// streaming head. Returns the tokens of a block, 0 if all heads stream. `only`: the granularity to use; 0 chooses the one with the
+// least volume, and the coarser of two equal ones.
 int select_budgets(const HeadProperties* heads, int group, int host_tokens, int only, int32_t* blocks);
 
 }  // namespace hybrid_sparse

@@ -1,5 +1,6 @@
-// HGCA's decode rows: the dense window exactly, the salient entries of the host side from their packed copy, merged; the
-// moving averages brought up to date, and entries judged when their page leaves the window (HGCA, Algorithms 1 and 2).
+// HGCA's decode rows. They attend exactly to the dense window and to the packed copies of the host side's salient entries, and
+// merge the two. The moving averages are updated, and entries are judged when their page leaves the window (HGCA, Algorithms 1
+// and 2).
 #include <algorithm>
 #include <cmath>
 
@@ -32,15 +33,15 @@ void Engine::attend_hgca(const LayerCall& call, const Batch& batch, HgcaLayer& l
   count_hgca_stats();
 }
 
-// A row is sparse where the request's state is for the tokens before it. Elsewhere (a prompt's single row, a request that was
-// resumed) it attends to everything, and `reevaluate` makes the state.
+// A row is sparse if the request's state is for the tokens before it. Otherwise (a prompt's single row, a resumed request) it
+// attends to everything, and `reevaluate` makes the state.
 void Engine::collect_hgca_items(const Batch& batch, HgcaLayer& layer) {
   hgca_items_.clear();
   for (int r = 0; r < batch.requests; ++r) {
     const int token = batch.query_start[r];
     const int seq_len = batch.seq_lens[r];
     if (batch.query_start[r + 1] - token != 1 || seq_len <= 0) continue;
-    HgcaRequest* request = batch.decode[r] && batch.slots[r] >= 0 ? &layer.request(batch.slots[r]) : nullptr;
+    HgcaRequest* request = batch.decode[r] && batch.slots[r] >= 0 ? &layer.request(batch.slots[r], seq_len) : nullptr;
     const bool sparse = request && request->tokens == seq_len - 1;
     for (int head = 0; head < geometry_.kv_heads; ++head)
       hgca_items_.push_back({r, head, token, seq_len, HgcaPages(layer.rule(), seq_len),
@@ -48,8 +49,8 @@ void Engine::collect_hgca_items(const Batch& batch, HgcaLayer& layer) {
   }
 }
 
-// Lines 10 to 14 and 23 to 25: what leaves the window is salient where some head's average is above beta / entries of the
-// window; the heads of the group share the packed tokens. A page that the new token begins starts with averages of 0.
+// Lines 10 to 14 and 23 to 25: an entry that leaves the window is salient if some head's average is above beta / (entries of
+// the window). The heads of the group share the packed tokens.
 void Engine::evict(const PageTable& table, const HgcaLayer& layer, HgcaHead& state, int seq_len) {
   const int before = seq_len - 1;
   const HgcaPages old(layer.rule(), before);
@@ -72,7 +73,7 @@ void Engine::pack(HgcaHead& state, const PageTable& from, int position) {
   packed.add(position);
 }
 
-// An item's reading in pieces, each with a state of its own: as many as keep the threads busy.
+// Cuts each item's reading into enough pieces to keep the threads busy, each with its own state.
 void Engine::add_hgca_spans() {
   hgca_spans_.clear();
   int64_t pages = 0;
@@ -153,13 +154,14 @@ void Engine::finish_hgca_item(const LayerCall& call, const HgcaLayer& layer, Hgc
   store_rows(call, acc, item.token, item.head);
 }
 
-// Line 8, of the recent entries of one query head: those of the sink never leave the window. `scores` of the window's pages.
+// Line 8 for one query head. Only recent entries have averages, because the sink never leaves the window. `scores` are those of
+// the window's pages, and `of_window` is their log-sum-exp.
 void Engine::average_weights(const HgcaLayer& layer, HgcaHead& state, int g, int seq_len, const float* scores,
                              float of_window) const {
   const HgcaPages pages(layer.rule(), seq_len);
   const float alpha = layer.rule().alpha;
   scores += pages.sink_end * kPageTokens;
-  if (seq_len % kPageTokens == 1)  // the token begins a page, where a page lay that has left the window
+  if (seq_len % kPageTokens == 1)  // the token begins a page, in the place of a page that has left the window
     std::fill_n(layer.average(state, g, seq_len - 1), kPageTokens, 0.0f);
   for (int p = pages.recent_begin * kPageTokens; p < seq_len;) {
     const int to_wrap = static_cast<int>(layer.ring_tokens() - p % layer.ring_tokens());

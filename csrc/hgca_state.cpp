@@ -27,12 +27,12 @@ void PackedPages::reserve(int tokens, int64_t page_bytes) {
   page_bytes_ = page_bytes;
   const int64_t wanted = (tokens + kPageTokens - 1) / kPageTokens;
   if (wanted <= capacity_) return;
-  // A quarter more than is there, so that a sequence that grows page by page is seldom copied.
+  // A quarter more than before, so that a sequence that grows page by page is seldom copied.
   const int64_t capacity = std::max(wanted, capacity_ + (capacity_ + 3) / 4);
   std::unique_ptr<char, Free> memory(static_cast<char*>(operator new(capacity * page_bytes, kCacheLine)));
   const int64_t held = pages() * page_bytes;
   if (held > 0) std::memcpy(memory.get(), memory_.get(), held);
-  std::memset(memory.get() + held, 0xff, capacity * page_bytes - held);  // NaN: a read of what is not there would show
+  std::memset(memory.get() + held, 0xff, capacity * page_bytes - held);  // NaN, so that a read of unwritten memory would show
   memory_ = std::move(memory);
   capacity_ = capacity;
 }
@@ -59,9 +59,26 @@ HgcaRequest& HgcaLayer::request(int slot) {
   if (!slots_[slot]) {
     slots_[slot] = std::make_unique<HgcaRequest>();
     slots_[slot]->heads.resize(kv_heads_);
-    for (HgcaHead& head : slots_[slot]->heads) head.averages.resize(group_ * ring_tokens());
   }
   return *slots_[slot];
+}
+
+HgcaRequest& HgcaLayer::request(int slot, int tokens) {
+  HgcaRequest& found = request(slot);
+  for (HgcaHead& head : found.heads) reserve_averages(head, tokens);
+  return found;
+}
+
+// No position wraps around before the ring has its full size, so existing averages keep their places.
+void HgcaLayer::reserve_averages(HgcaHead& head, int tokens) const {
+  const auto whole_pages = [](int64_t count) { return (count + kPageTokens - 1) / kPageTokens * kPageTokens; };
+  const int64_t held = head.held_tokens;
+  if (held >= std::min<int64_t>(tokens, ring_tokens())) return;
+  const int64_t wanted = std::min(ring_tokens(), whole_pages(std::max<int64_t>(tokens, held + held / 4)));
+  std::vector<float> averages(group_ * wanted, 0.0f);
+  for (int g = 0; g < group_; ++g) std::copy_n(head.averages.data() + g * held, held, averages.data() + g * wanted);
+  head.averages = std::move(averages);
+  head.held_tokens = wanted;
 }
 
 void HgcaLayer::release(int slot) {
@@ -84,11 +101,11 @@ std::vector<int32_t> HgcaLayer::salient(int slot, int kv_head) const {
 
 std::vector<float> HgcaLayer::averages(int slot, int kv_head) const {
   if (slot >= static_cast<int>(slots_.size()) || !slots_[slot]) return {};
-  const HgcaRequest& request = *slots_[slot];
+  HgcaRequest& request = *slots_[slot];
   std::vector<float> result;
   for (int g = 0; g < group_; ++g)
     for (int p = HgcaPages(rule_, request.tokens).recent_begin * kPageTokens; p < request.tokens; ++p)
-      result.push_back(request.heads[kv_head].averages[g * ring_tokens() + p % ring_tokens()]);
+      result.push_back(*average(request.heads[kv_head], g, p));
   return result;
 }
 

@@ -1,5 +1,5 @@
-// What HGCA keeps of each request beside its KV cache, layer by layer: the moving average of the attention weight of every
-// entry of the dense window, and the salient entries of the host side, packed.
+// What each layer keeps of a request for HGCA, in addition to the KV cache: the moving averages of the attention weights of the
+// dense window's recent entries, and packed copies of the host side's salient entries.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@ namespace hybrid_sparse {
 struct HgcaRule {
   float beta;         // salient: a weight above beta / entries; > 0
   float alpha;        // share of the latest weights in the moving average; in (0, 1]
-  int sink_tokens;    // dense window: the first tokens and the latest, multiples of 16
+  int sink_tokens;    // dense window: the first tokens and the latest ones, multiples of 16
   int window_tokens;
 };
 
-// Which pages of a request lie where. The dense window is the sink and the recent pages, the host side what is between.
+// How a request's pages are divided. The dense window is the sink and the recent pages; the host side lies between them.
 struct HgcaPages {
-  int pages;         // of the request, the last one may be partly filled
+  int pages;         // of the request; the last one may be partly filled
   int sink_end;      // sink: [0, sink_end)
   int recent_begin;  // host side: [sink_end, recent_begin); recent: [recent_begin, pages)
   HgcaPages(const HgcaRule& rule, int seq_len);
@@ -27,20 +27,20 @@ struct HgcaPages {
   int window_tokens(int seq_len) const { return seq_len - host_pages() * kPageTokens; }
 };
 
-// Pages of one KV head in a piece, 16 tokens each in the order they came; grown by whole pages.
+// Packed tokens of one KV head, in one piece of memory: pages of 16 tokens in the order they came. It grows by whole pages.
 class PackedPages {
  public:
   char* page(int index) { return memory_.get() + index * page_bytes_; }
   int tokens() const { return static_cast<int>(positions_.size()); }
   int pages() const { return (tokens() + kPageTokens - 1) / kPageTokens; }
   int64_t bytes() const { return capacity_ * page_bytes_; }
-  const std::vector<int32_t>& positions() const { return positions_; }  // where the tokens lie in the request
+  const std::vector<int32_t>& positions() const { return positions_; }  // of the tokens in the request
   PageTable table() const;
-  // Empty, with room for so many tokens and for no more than twice as many.
+  // Starts again empty, with room for this many tokens and for at most twice as many.
   void begin(int tokens, int64_t page_bytes);
-  // Room for so many tokens; what is there stays.
+  // Makes room for this many tokens; those that are there stay.
   void reserve(int tokens, int64_t page_bytes);
-  // The next token's position; its place, of which there must be one, is the caller's to fill.
+  // Adds the next token's position. There must be room for the token; the caller writes the token itself.
   void add(int position) { positions_.push_back(position); }
 
  private:
@@ -54,23 +54,24 @@ class PackedPages {
 };
 
 struct HgcaHead {
-  std::vector<float> averages;  // [group][ring pages][16]; page p of the request is page p % ring pages
+  std::vector<float> averages;  // [group][held_tokens]; position p of the request is at p % ring_tokens
+  int64_t held_tokens = 0;      // whole pages: the full ring, or fewer while the request is shorter
   PackedPages packed;
 };
 
 // One request in one layer.
 struct HgcaRequest {
-  int tokens = 0;  // of the sequence the state is for; a decode row that follows has one more
+  int tokens = 0;  // of the sequence that the state is for; the next decode row has one more
   std::vector<HgcaHead> heads;
-  // The rows that judge at the next re-evaluation if more are appended before a decode step: queries of the latest rows, of the
-  // sequence's last page. [judge_rows][q_heads][head_dim] in the KV's dtype.
+  // Queries of the latest rows in the sequence's last page. If more rows are appended before a decode step, these rows judge
+  // again at the next re-evaluation. [judge_rows][q_heads][head_dim] in the KV's dtype.
   std::vector<char> judges;
   int judge_rows = 0;
-  // A decode step has brought the state to a sequence of so many tokens.
+  // To be called when a decode step has brought the state to a sequence of this many tokens.
   void attended(int seq_len);
 };
 
-// The requests of one layer by slot. Written by the engine's call alone, a (slot, KV head) by one task at a time.
+// The requests of one layer, by slot. Only the engine's call writes them, and a (slot, KV head) has one writing task at a time.
 class HgcaLayer {
  public:
   HgcaLayer(int group, int kv_heads, const HgcaRule& rule);
@@ -81,21 +82,25 @@ class HgcaLayer {
   int group() const { return group_; }
   int ring_pages() const { return rule_.window_tokens / kPageTokens + 1; }
   int64_t ring_tokens() const { return int64_t{ring_pages()} * kPageTokens; }
-  // The slot's state, empty where it is new; stays where it is until it is released.
+  // The slot's state, empty if it is new. Its address stays the same until it is released.
   HgcaRequest& request(int slot);
-  // Gives the slot's memory back; one without a state has none.
+  // The same, with averages for this many tokens of the request; new ones are 0.
+  HgcaRequest& request(int slot, int tokens);
+  // Frees the slot's memory; a slot without a state has none.
   void release(int slot);
   int64_t packed_bytes() const;
-  // For tests: positions of the packed tokens, and [group][entries] the moving averages of the recent pages' entries.
+  // For tests: positions of the packed tokens, and the moving averages [group][entries] of the recent pages' entries.
   std::vector<int32_t> salient(int slot, int kv_head) const;
   std::vector<float> averages(int slot, int kv_head) const;
 
-  // The average of query head g of the token at a position; those of a page lie one after another.
+  // The average of query head g for the token at a position. The averages of a page's tokens are consecutive.
   float* average(HgcaHead& head, int g, int position) const {
-    return head.averages.data() + g * ring_tokens() + position % ring_tokens();
+    return head.averages.data() + g * head.held_tokens + position % ring_tokens();
   }
 
  private:
+  void reserve_averages(HgcaHead& head, int tokens) const;
+
   HgcaRule rule_;
   int group_;
   int kv_heads_;

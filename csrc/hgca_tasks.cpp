@@ -1,5 +1,5 @@
-// The host's part of HGCA's decode rows where a device attends the dense window: what leaves the window is judged, the
-// packed entries are attended meanwhile, and the window's weights go into the averages (HGCA, Algorithms 1 and 2).
+// The host's part of HGCA's decode rows if a device attends the dense window: the host judges what leaves the window, attends
+// the packed entries meanwhile, and adds the window's weights to the averages (HGCA, Algorithms 1 and 2).
 #include <algorithm>
 
 #include "engine.h"
@@ -7,17 +7,17 @@
 namespace hybrid_sparse {
 
 bool Engine::begin_hgca_row(const RequestPages& of, HgcaLayer& layer, int slot, int seq_len) {
-  HgcaRequest& request = layer.request(slot);
+  HgcaRequest& request = layer.request(slot, seq_len);
   if (request.tokens != seq_len - 1) return false;
   if (HgcaPages(layer.rule(), seq_len - 1).recent_begin == HgcaPages(layer.rule(), seq_len).recent_begin) return true;
   for (int head = 0; head < geometry_.kv_heads; ++head) evict(page_table(of, head), layer, request.heads[head], seq_len);
   return true;
 }
 
-// Tasks of all rows and heads together, since one head's packed entries are few (section 3.3).
+// Cuts the packed entries of all rows and heads into tasks together, because one head has few (section 3.3).
 int64_t Engine::attend_packed(HgcaLayer& layer, const int32_t* slots, int rows, const char* query, float* out, float* lse_out) {
   struct Task {
-    int group;  // of all rows' groups
+    int group;  // index among the groups of all rows
     PageTable pages;
     int tokens;
     int begin;

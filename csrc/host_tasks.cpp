@@ -1,4 +1,4 @@
-// The parts of a decode row one at a time, for a runtime that decides in between: where a device shares the work.
+// The parts of a decode row, one call for each, for a runtime that decides in between because a device shares the work.
 #include <algorithm>
 #include <limits>
 

@@ -1,4 +1,4 @@
-// What comes before the target region of every isa_*.cpp: nothing that is shared with other files may be compiled in it.
+// Included before the target region of every isa_*.cpp: nothing that other files share may be compiled inside the region.
 #pragma once
 
 #include <immintrin.h>
@@ -20,7 +20,7 @@ namespace hybrid_sparse {
 inline constexpr float kLog2E = 1.44269504088896341f;
 inline constexpr float kLn2 = 0.693147180559945309f;
 
-// The parts of AVX-512 that all kernels for it use.
+// Whether the CPU has the parts of AVX-512 that all kernels for it use.
 [[maybe_unused]] static inline bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512dq");

@@ -1,4 +1,4 @@
-// AMX for attention in bf16, and else the kernels for AVX-512 with products of bytes.
+// AMX for attention in bf16; for everything else the kernels for AVX-512 with products of bytes.
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -24,7 +24,7 @@ namespace hybrid_sparse {
 static int64_t query_bytes(int) { return 0; }
 static const void* query_itself(const void* query, int, void*) { return query; }
 
-// Linux lets a process use the tiles when it asks for them, and saves them with its threads from then on.
+// Asks Linux for permission to use the tiles. From then on Linux saves them with the process's threads.
 static bool may_use_tiles() {
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr unsigned long kTileData = 18;

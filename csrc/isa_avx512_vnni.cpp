@@ -1,4 +1,5 @@
-// AVX-512 with products of bytes, and bf16 widened instead of multiplied as it is: what multiplies bytes, and else the kernels for AVX-512.
+// AVX-512 with products of bytes; bf16 is widened before it is multiplied. Only `score`, which multiplies bytes, is made here. The
+// rest are the kernels for AVX-512.
 #include "isa.h"
 
 #pragma GCC push_options

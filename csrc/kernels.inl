@@ -1,4 +1,4 @@
-// All kernels, for the instruction set whose vec_*.inl comes before. Included inside its namespace and target region.
+// All kernels for the instruction set whose vec_*.inl is included before. Included inside its namespace and target region.
 #include "traits.inl"
 #include "narrow_pages.inl"
 #include "attend.inl"
@@ -16,7 +16,7 @@ inline constexpr Kernels kKernels = {
     copy_token<T>,  log_sum_exp,      blend_weights,          store_row<T>,             stream,           score_blocks<T>,
     dense_layer,    to_float<T>,      key_norms<T>,           page_norms<T>,    query_product};
 
-// The same for pages of e4m3, with rows of bf16: T is one of its traits. What attends widens such pages itself.
+// The same for pages of e4m3 with rows of bf16; T is a trait of bf16. `attend` widens such pages itself.
 template <class T>
 inline constexpr Kernels kNarrowKernels = [] {
   Kernels kernels = kKernels<T>;

@@ -1,16 +1,16 @@
-// How one layer's KV memory is laid out: the one place that knows it (documented for readers in ARCHITECTURE.md).
+// The layout of one layer's KV memory: the one place in C++ that defines it, as memory/layout.py does in Python (documented for
+// readers in ARCHITECTURE.md).
 //
-// A block is the pages of its KV heads, head by head, then the summaries of these pages, head by head: scoring reads the
-// summaries of a block in one piece.
-//   block    [head][page], [head][summary]; of split codes [head][page], [head][coarse part], [head][fine part]
+// A block has the pages of its KV heads, head by head, then the summaries of these pages, head by head, because scoring
+// reads the summaries of a block in one piece.
+//   block    [head][page], [head][summary]; split codes: [head][page], [head][coarse part], [head][fine part]
 //   page     K part, V part; 16 tokens each
 //   K part   bf16, e4m3: [head_dim/2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
 //   V part   bf16, e4m3: [8 token pairs][head_dim][2 tokens]  f16, f32: [16 tokens][head_dim]
 //   summary  minmax: [max: head_dim][min: head_dim]     cuboid_mean: [centre: head_dim]
-//            key_codes: whatever the dtype lines of 64 bytes [16 tokens][4 dims], a byte holding 8 / code_bits such dims from
-//            its lowest bits on, then the page's mean with four bits a dim, a byte a token, and two bf16: the units of
-//            these bytes and of the mean, and last a byte: whether the codes are of keys less what they have in common
-//            (CodeLayout)
+//            key_codes: the same for every dtype. Lines of 64 bytes [16 tokens][4 bytes], a byte holding 8 / code_bits dims
+//            from its lowest bits on; then the page's mean with four bits a dim, a byte a token, and two bf16: the units of
+//            these bytes and of the mean. The last byte says whether a common key was subtracted from the keys (CodeLayout)
 //            split_codes: key codes of two bits in two parts, so that their signs can be read alone (split_codes.h)
 //            none: nothing
 // One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no horizontal sum.
@@ -29,21 +29,21 @@ enum class Summary : int { minmax = 0, cuboid_mean = 1, key_codes = 2, none = 3,
 inline constexpr int kMaxHeadDim = 512;
 inline constexpr int kMaxBlockPages = 8;  // of a logical block (Fluxion)
 inline constexpr int kCodeDims = 4;  // dims of one token that lie side by side
-inline constexpr int kCommonKeyPages = 32;  // from whose first what their keys have in common is taken
+inline constexpr int kCommonKeyPages = 32;  // pages of a stretch, whose first page gives the common key (common_keys.cpp)
 
-// Of queries, of keys and values that come, of outputs, bounds and centres: with keys and values kept as e4m3 they are bf16.
+// Bytes an element of queries, incoming keys and values, outputs, bounds and centres. These are bf16 if pages hold e4m3.
 inline constexpr int element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
-// Of keys and values in pages.
+// Bytes an element of keys and values in pages.
 inline constexpr int stored_bytes(DType dtype) { return dtype == DType::e4m3 ? 1 : element_bytes(dtype); }
 
-// Where the parts of a page's key codes lie, bytes from its start; the lines of codes come first. `bytes` is whole cache lines.
+// Where the parts of a page's key codes lie, in bytes from their start; lines of codes come first. `bytes` is whole cache lines.
 struct CodeLayout {
   int lines;
   int64_t mean;     // [head_dim / 2], the lower dim in the lower four bits
   int64_t factors;  // [16 tokens] uint8
   int64_t units;    // bf16 of the factors, bf16 of the mean
   int64_t bytes;
-  int64_t less_common;  // the last byte, which nothing else takes: bytes - (units + 4) is a multiple of 4 and not 0
+  int64_t less_common;  // the last byte; nothing else uses it, as bytes - (units + 4) is a multiple of 4 and not 0
   CodeLayout(int head_dim, int code_bits)
       : lines((head_dim * code_bits + 31) / 32), mean(int64_t{64} * lines), factors(mean + head_dim / 2),
         units(factors + kPageTokens), bytes((units + 4 + 63) / 64 * 64), less_common(bytes - 1) {}
@@ -65,17 +65,17 @@ struct Layout {
     if (summary == Summary::none) return 0;
     return has_codes() ? CodeLayout(head_dim, code_bits).bytes : int64_t{summary_elements()} * element_bytes(dtype);
   }
-  // Of split codes' summary_bytes, those of the fine part; else 0.
+  // With split codes, those of summary_bytes that the fine part takes; else 0.
   int64_t fine_bytes() const { return summary == Summary::split_codes ? int64_t{64} * CodeLayout(head_dim, 1).lines : 0; }
   int64_t coarse_bytes() const { return summary_bytes() - fine_bytes(); }
-  // A KV head's part of a block: its pages, and among the summaries its own.
+  // A KV head's part of a block: its pages and its summaries.
   int64_t head_pages_bytes() const { return pages_per_block() * page_bytes(); }
   int64_t head_summaries_bytes() const { return pages_per_block() * coarse_bytes(); }
   int64_t head_fine_bytes() const { return pages_per_block() * fine_bytes(); }
   int64_t head_block_bytes() const { return head_pages_bytes() + head_summaries_bytes() + head_fine_bytes(); }
 };
 
-// Whether the rotation of key codes turns the sign of a dim: one bit of a fixed random sequence (SplitMix64).
+// Whether the rotation of key codes flips the sign of a dim: one bit of a fixed random sequence (SplitMix64).
 inline bool rotation_is_negative(int dim) {
   uint64_t x = (static_cast<uint64_t>(dim) + 1) * 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -86,13 +86,13 @@ inline bool rotation_is_negative(int dim) {
 // Where the pages of one request and KV head lie: page p of the sequence is page p % pages_per_block of block p / pages_per_block.
 struct PageTable {
   char* base;                  // the layer's KV memory plus the offset of the head's pages in a block
-  char* summaries;             // likewise of its summaries, of split codes their coarse parts
+  char* summaries;             // likewise for its summaries; split codes: their coarse parts
   const int32_t* block_table;  // [blocks of the request]
   int64_t block_stride;        // bytes
   int64_t page_bytes;
   int64_t summary_bytes;
   int pages_per_block;
-  char* fine_parts = nullptr;  // likewise, of split codes
+  char* fine_parts = nullptr;  // likewise for the fine parts of split codes
   int64_t fine_bytes = 0;
 
   char* page(int index) const {

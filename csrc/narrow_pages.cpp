@@ -1,4 +1,5 @@
-// Elements of one byte (e4m3: a sign, four bits of exponent, three of mantissa; no infinity, one NaN), and bf16, which holds them all.
+// Converts between bf16 and elements of one byte (e4m3: a sign, four bits of exponent, three of mantissa; no infinity, one NaN).
+// bf16 holds every e4m3 exactly.
 #include <array>
 #include <cmath>
 
@@ -8,7 +9,7 @@
 namespace hybrid_sparse {
 namespace {
 
-constexpr int kMagnitudes = 127;  // finite ones, ascending as their bits do; the last is 448
+constexpr int kMagnitudes = 127;  // finite magnitudes, in the order of their bits; the last is 448
 constexpr uint8_t kNan = 0x7f;
 
 float magnitude(int bits) {

@@ -1,11 +1,11 @@
-// Pages whose elements take a byte lie as those of bf16 do, and are widened to it before anything is computed of them.
+// Pages with elements of one byte have the layout of bf16 and are widened to it before anything is computed from them.
 // Included inside the namespace and target region of one instruction set, after its vec_*.inl.
 
 static inline bool is_narrow(const PageTable& table, int head_dim) {
   return table.page_bytes == int64_t{2} * kPageTokens * head_dim;
 }
 
-// `elements` of a page; `ahead`: as many bytes that are fetched meanwhile, or null.
+// Widens `elements` elements. `ahead`: as many bytes to fetch meanwhile, or null.
 static inline void widen(const char* from, int elements, const char* ahead, char* out) {
   const Widening widening;
   for (int at = 0; at < elements; at += 64) {

@@ -1,4 +1,4 @@
-// Operations on single pages: write, summarise; on their scores; and the conversions of query and output rows.
+// Operations on single pages (write, summarise) and on page scores; conversions of query and output rows.
 // Included inside the namespace and target region of one instruction set, after code_ops.inl.
 
 template <class T>
@@ -50,7 +50,7 @@ static void group_scores(const float* scores, int64_t stride, int rows, int coun
   alignas(64) float last[16];
   for (int r = 0; r < rows; ++r) {
     const float* row = scores + r * stride;
-    float lse = 0.0f;  // one row alone keeps its scores
+    float lse = 0.0f;  // a single row keeps its scores
     if (rows > 1 || retained) {
       for (int i = 0; i < 16; ++i) last[i] = whole + i < count ? row[whole + i] : minus_infinity;
       vf highest = load(last);
@@ -82,7 +82,7 @@ static ScoreBuckets bucket_scores(const float* scores, int count, int buckets, u
   const int whole = count / 16 * 16;
   vf low = set1(__builtin_inff());
   vf high = set1(-__builtin_inff());
-  for (int i = 0; i < whole; i += 16) {  // of a score that is not a number, min and max take their second argument
+  for (int i = 0; i < whole; i += 16) {  // if a score is NaN, min and max take their second argument
     low = min(load(scores + i), low);
     high = max(load(scores + i), high);
   }
@@ -114,7 +114,7 @@ static int take_near(const float* scores, int count, float highest, float below,
   return taken;
 }
 
-// Stored: the element of a page, uint8_t for e4m3, where rows are of bf16.
+// Stored: type of a page's elements; uint8_t for e4m3, whose rows are bf16.
 template <class T, class Stored = typename T::Element>
 static void write_page(char* page, int offset, int count, int head_dim, const void* key, int64_t key_stride,
                        const void* value, int64_t value_stride) {

@@ -1,5 +1,5 @@
-// The page policies' decode rows where a device attends, in two calls: the scores of all rows' candidates, which need nothing of
-// the device, then the order in which each group reads them, which may need what its retained set weighs.
+// The page policies' decode rows if a device attends, in two calls. The first scores the candidates of all rows, which needs
+// nothing from the device. The second orders them for each group, which may need to know what its retained set weighs.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -46,7 +46,7 @@ void Engine::order_item(Item& item, const Selection& selection, const float* ret
   if (estimates) expect(item, selection, retained_lse);
 }
 
-// How much of the order is enough if every page weighs what it is estimated to.
+// Sets how much of the order is enough if every page weighs as much as estimated.
 void Engine::expect(Item& item, const Selection& selection, const float* retained_lse) {
   const int group = geometry_.group();
   const auto is_enough = [&](int microbatch) {
@@ -63,7 +63,7 @@ void Engine::expect(Item& item, const Selection& selection, const float* retaine
   item.expected = std::min(ordered, (microbatch + 1) * selection.microbatch_pages);
 }
 
-// What is estimated of the candidates that a prefix of the order leaves unread, from the last microbatch to the first.
+// Estimates the weight of the candidates that are unread after each microbatch of the order, from the last one to the first.
 void Engine::list_unread(Item& item, int microbatch_pages) {
   const int group = geometry_.group();
   const int candidates = item.candidate_end - item.candidate_begin;

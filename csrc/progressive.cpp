@@ -1,5 +1,5 @@
-// Reading in rounds until enough of the weight is gathered: PSA's Algorithm 1, batched, and the same with the remainder that
-// key codes estimate.
+// Reading in rounds until enough of the attention weight is gathered: PSA's Algorithm 1, batched, or the same with a remainder
+// that is estimated from key codes.
 #include <algorithm>
 #include <cmath>
 
@@ -7,11 +7,11 @@
 
 namespace hybrid_sparse {
 
-// How a round's reading is cut over the threads. With fewer items than threads a microbatch is cut into parts, and an item whose
-// microbatches are too small for that reads several of them a round; those behind its stop are dropped and counted as
-// wasted. With an estimated remainder a round is one microbatch, as large as the estimates say.
+// Decides how a round's reading is shared by the threads. If there are fewer than two open items per thread, a microbatch is cut
+// into parts. If microbatches are too small for that, an item reads several of them in a round; those after its stop are dropped
+// and counted as wasted. With an estimated remainder a round counts as one microbatch, as large as the estimates say.
 void Engine::share_round(int open, const Selection& selection) {
-  const int tasks = pool_.size() == 1 ? 1 : (2 * pool_.size() + open - 1) / open;  // of an item
+  const int tasks = pool_.size() == 1 ? 1 : (2 * pool_.size() + open - 1) / open;  // per item
   most_parts_ = selection.estimated_remainder ? tasks : std::clamp(selection.microbatch_pages / kMinSpanPages, 1, tasks);
   microbatches_ahead_ = (tasks + most_parts_ - 1) / most_parts_;
 }
@@ -24,7 +24,7 @@ void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const
     for (int i = 0; i < item_count_; ++i) open += items_[i].open;
     if (open == 0) return;
     spans_.clear();
-    int next_state = 2 * item_count_;  // those of the items, which accumulate, lie first
+    int next_state = 2 * item_count_;  // the items' own states, which accumulate, come first
     for (int i = 0; i < item_count_; ++i) {
       if (items_[i].open) add_round_spans(i, selection, next_state);
     }
@@ -33,7 +33,7 @@ void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const
   }
 }
 
-// One span a part of a microbatch, from what the item has taken for this round.
+// Adds one span for each part of a microbatch, over the pages that the item has taken for this round.
 void Engine::add_round_spans(int index, const Selection& selection, int& next_state) {
   Item& item = items_[index];
   const int taken = static_cast<int>(item.order.size()) - item.round_first;
@@ -52,8 +52,8 @@ void Engine::add_round_spans(int index, const Selection& selection, int& next_st
   item.pending = static_cast<int>(spans_.size()) - item.first_span;
 }
 
-// Takes the item's microbatches of this round in their order until one is the last that is needed; then its rows are stored,
-// else its next pages taken.
+// Accepts the item's microbatches of this round in order, up to the last one that is needed. If the item is then done, its rows
+// are stored; otherwise it takes its next pages.
 void Engine::end_round(const LayerCall& call, const Selection& selection, int index) {
   Item& item = items_[index];
   const int group = geometry_.group();
@@ -80,8 +80,8 @@ void Engine::end_round(const LayerCall& call, const Selection& selection, int in
   }
 }
 
-// Puts the pages of the item's next round into its order: some microbatches, or, with an estimated remainder, pages by whole
-// microbatches until the threshold is reached if the estimates hold.
+// Appends the pages of the item's next round to its order: `microbatches_ahead_` microbatches, or, with an estimated remainder,
+// as many whole microbatches as reach the threshold if the estimates hold.
 void Engine::take_next(Item& item, int index, const Selection& selection) {
   item.round_first = static_cast<int>(item.order.size());
   if (!selection.estimated_remainder) {
@@ -89,7 +89,7 @@ void Engine::take_next(Item& item, int index, const Selection& selection) {
     return;
   }
   const int group = geometry_.group();
-  static thread_local std::vector<double> expected;  // weight read, once the pages taken here are
+  static thread_local std::vector<double> expected;  // weight read once the pages taken here are read
   expected.resize(group);
   for (int g = 0; g < group; ++g) expected[g] = read_share(item, index, g);
   for (bool enough = false; !enough && static_cast<int>(item.order.size()) < item.budget;) {
@@ -106,14 +106,14 @@ void Engine::take_next(Item& item, int index, const Selection& selection) {
   }
 }
 
-// The page's estimated weight as a share of all candidates'.
+// The page's estimated weight as a share of the estimated weight of all candidates.
 double Engine::estimate(const Item& item, int g, int page) const {
   const int candidates = item.candidate_end - item.candidate_begin;
   const float log_weight = scores_[item.score_offset + int64_t{g} * candidates + page - item.candidate_begin];
   return std::exp(log_weight - item.estimated_lse[g]);
 }
 
-// The weight read so far in the same unit.
+// The weight read so far, in the same unit.
 double Engine::read_share(const Item& item, int index, int g) const {
   return std::exp(std::min(600.0, read_lse(index, g) - item.estimated_lse[g]));
 }
@@ -123,9 +123,9 @@ double Engine::read_lse(int index, int g) const {
   return log_add(lse(state(index), g), lse(state(read_state(index)), g));
 }
 
-// Whether enough has been read. PSA (Algorithm 1, lines 13 to 18): the unread pages are taken to weigh as much as the lightest
-// page read so far; with an estimated remainder, what their key codes say. The group goes on until every one of its heads has
-// reached the threshold.
+// Closes the item if enough has been read or its budget is used up. PSA (Algorithm 1, lines 13 to 18) assumes that each unread
+// page weighs as much as the lightest page read so far; with an estimated remainder the key codes say what they weigh. The group
+// goes on until every head has reached the threshold.
 void Engine::verify(Item& item, int index, const Selection& selection, int pages_read) {
   const int group = geometry_.group();
   double lowest = 1.0;

@@ -9,14 +9,14 @@ namespace {
 
 constexpr int kBuckets = 1024;
 constexpr int kLeastBuckets = 64;
-constexpr int kFewEntries = 12;  // sorted where they lie
+constexpr int kFewEntries = 12;  // up to this many are sorted by insertion
 
-// What is read where scores that are not finite have spoilt the buckets.
+// The pages to read if scores that are not finite have spoilt the buckets.
 void first_pages(int wanted, int first_page, int32_t* out) { std::iota(out, out + wanted, first_page); }
 
 }  // namespace
 
-// A histogram over score buckets finds the bucket in which the last wanted page lies; only its pages are compared.
+// A histogram over score buckets finds the bucket of the last wanted page; only pages in that bucket are compared.
 void select_best(const Kernels& kernels, const float* scores, int count, int wanted, int first_page, int32_t* out) {
   if (wanted <= 0) return;
   static thread_local std::vector<uint16_t> buckets;
@@ -30,7 +30,7 @@ void select_best(const Kernels& kernels, const float* scores, int count, int wan
   last_bucket.clear();
 
   const ScoreBuckets edges = kernels.bucket_scores(scores, count, kBuckets, buckets.data());
-  constexpr int kTables = 4;  // since neighbours often fall into one bucket
+  constexpr int kTables = 4;  // several, since neighbouring scores often fall into one bucket
   int32_t sizes[kTables][kBuckets] = {};
   int i = 0;
   for (; i + kTables <= count; i += kTables)
@@ -44,7 +44,7 @@ void select_best(const Kernels& kernels, const float* scores, int count, int wan
     if (above + size >= wanted) break;
     above += size;
   }
-  // Everything down to the bucket's lower edge, and a little more, since edges are rounded.
+  // Everything down to the bucket's lower edge, and a little more because edges are rounded.
   const float below = (static_cast<float>(bucket) + 1.01f) * edges.width;
   const int near = kernels.take_near(scores, count, edges.highest, below, found);
   for (int n = 0; n < near; ++n)

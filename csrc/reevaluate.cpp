@@ -1,5 +1,5 @@
-// HGCA's re-evaluation after rows were appended: every entry of the host side judged anew by the attention weights that the
-// latest of them give it, and the moving averages begun again (HGCA, Algorithm 1, lines 19 to 22).
+// HGCA's re-evaluation after rows were appended: the attention weights of the latest rows decide anew which entries of the host
+// side are salient, and the moving averages start again (HGCA, Algorithm 1, lines 19 to 22).
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -9,8 +9,8 @@
 namespace hybrid_sparse {
 namespace {
 
-constexpr int kPiecePages = 32;    // whose scores are kept at a time
-constexpr int kMinPartPages = 64;  // of the host side that a task takes at least
+constexpr int kPiecePages = 32;    // pages whose scores are kept at a time
+constexpr int kMinPartPages = 64;  // pages of the host side that a task takes at least
 
 }  // namespace
 
@@ -21,7 +21,7 @@ void Engine::reevaluate(const LayerCall& call, const Batch& batch, HgcaLayer& la
   std::vector<std::pair<int, int>> tasks;
   for (int i = 0; i < static_cast<int>(reevaluations_.size()); ++i)
     for (int part = 0; part < reevaluations_[i].parts; ++part) tasks.emplace_back(i, part);
-  // Each row's log-sum-exp over the host side, then the weights with it.
+  // First each row's log-sum-exp over the host side, then the weights computed with it.
   pool_.for_each(static_cast<int>(tasks.size()), [&](int i) {
     const Reevaluation& of = reevaluations_[tasks[i].first];
     float* lse = part_lse_.data() + of.lse_offset + int64_t{tasks[i].second} * group * of.rows;
@@ -55,12 +55,13 @@ void Engine::reevaluate(const LayerCall& call, const Batch& batch, HgcaLayer& la
   for (const Reevaluation& of : reevaluations_) layer.request(batch.slots[of.request]).tokens = of.seq_len;
 }
 
-// Requests with rows in the batch whose state is not for their last token: `attend_hgca` has brought the decoding ones there.
+// Collects the requests of the batch whose state is behind their last token. The state of sparse decode rows is not:
+// `attend_hgca` has brought it up to date.
 void Engine::collect_reevaluations(const LayerCall& call, const Batch& batch, HgcaLayer& layer) {
   reevaluations_.clear();
   int64_t lses = 0;
   int64_t weights = 0;
-  auto item = hgca_items_.begin();  // they are in the order of the requests
+  auto item = hgca_items_.begin();  // the items are in the order of the requests
   const auto decodes = [&](int r) {
     while (item != hgca_items_.end() && item->request < r) ++item;
     return item != hgca_items_.end() && item->request == r && item->state;
@@ -69,7 +70,7 @@ void Engine::collect_reevaluations(const LayerCall& call, const Batch& batch, Hg
     const int seq_len = batch.seq_lens[r];
     const int tokens = batch.query_start[r + 1] - batch.query_start[r];
     if (tokens == 0 || seq_len <= 0 || batch.slots[r] < 0 || decodes(r)) continue;
-    HgcaRequest& request = layer.request(batch.slots[r]);
+    HgcaRequest& request = layer.request(batch.slots[r], seq_len);
     keep_judges(call, batch, r, request);
     const HgcaPages pages(layer.rule(), seq_len);
     const int host_pages = pages.host_pages();
@@ -85,8 +86,8 @@ void Engine::collect_reevaluations(const LayerCall& call, const Batch& batch, Hg
   if (static_cast<int64_t>(host_weights_.size()) < weights) host_weights_.resize(weights);
 }
 
-// The rows that judge are those appended last, of the sequence's last page, whatever the calls they came in. They are few
-// enough to see the whole host side, and a prefix cache, which holds whole pages, never has them.
+// The rows that judge are the appended rows in the sequence's last page, even if they came in several calls. They are so few
+// that each sees the whole host side, and a prefix cache never holds them, because it holds whole pages.
 void Engine::keep_judges(const LayerCall& call, const Batch& batch, int request, HgcaRequest& state) {
   const Layout& layout = geometry_.layout;
   const int64_t row_bytes = int64_t{geometry_.q_heads} * layout.head_dim * element_bytes(layout.dtype);
@@ -103,7 +104,7 @@ void Engine::keep_judges(const LayerCall& call, const Batch& batch, int request,
   state.judge_rows = kept + added;
 }
 
-// Scaled scores of a query head's judging rows against pages: row r's at scores + r * stride.
+// Scaled scores of a query head's judging rows against pages; row r's lie at scores + r * stride.
 void Engine::score_tokens(const PageTable& table, const Reevaluation& of, int g, const int32_t* pages, int page_begin,
                           int count, float* scores, int64_t stride) {
   const Layout& layout = geometry_.layout;
@@ -113,7 +114,7 @@ void Engine::score_tokens(const PageTable& table, const Reevaluation& of, int g,
   static thread_local std::vector<char> prepared;
   const int64_t operand_bytes = kernels_.query_bytes(layout.head_dim);
   queries.resize(of.rows);
-  visible.assign(of.rows, 0);  // read by the value side only
+  visible.assign(of.rows, 0);  // only the value side reads it
   prepared.resize(of.rows * operand_bytes);
   for (int r = 0; r < of.rows; ++r)
     queries[r] = kernels_.prepare_query(of.judges + (r * geometry_.q_heads + of.head * geometry_.group() + g) * head_bytes,
@@ -122,8 +123,8 @@ void Engine::score_tokens(const PageTable& table, const Reevaluation& of, int g,
                    geometry_.scale, nullptr, nullptr, nullptr, nullptr, scores, stride});
 }
 
-// f(query head of the group, row, first token, tokens, their scores), piece by piece of the part; tokens count from the
-// beginning of the host side.
+// Scores a part piece by piece and calls f(query head of the group, row, first token, tokens, their scores) for each. Tokens
+// count from the beginning of the host side.
 template <class F>
 void Engine::score_part(const LayerCall& call, const Batch& batch, const Reevaluation& of, int part, const F& f) {
   const int group = geometry_.group();
@@ -144,7 +145,7 @@ void Engine::score_part(const LayerCall& call, const Batch& batch, const Reevalu
   }
 }
 
-// Line 20: salient is what some head of the group weighs above beta / entries of the host side.
+// Line 20: an entry is salient if some head of the group gives it more weight than beta / (entries of the host side).
 void Engine::choose_salient(const LayerCall& call, const Batch& batch, const HgcaLayer& layer, const Reevaluation& of) {
   const int host_tokens = of.pages.host_pages() * kPageTokens;
   const float limit = layer.rule().beta / static_cast<float>(host_tokens);
@@ -161,8 +162,8 @@ void Engine::choose_salient(const LayerCall& call, const Batch& batch, const Hgc
   for (const int32_t position : chosen) pack(*of.state, table, position);
 }
 
-// The averages of the recent entries begin with the mean weight that the rows give them within the dense window; a row gives
-// none to what comes after it.
+// The average of a recent entry starts as the mean of the weights that the judging rows give it within the dense window. A row
+// gives no weight to later entries.
 void Engine::begin_averages(const LayerCall& call, const Batch& batch, const HgcaLayer& layer, const Reevaluation& of) {
   static thread_local std::vector<int32_t> window;
   static thread_local std::vector<float> scores;
@@ -178,7 +179,7 @@ void Engine::begin_averages(const LayerCall& call, const Batch& batch, const Hgc
   for (int g = 0; g < layer.group(); ++g) {
     score_tokens(table, of, g, window.data(), 0, static_cast<int>(window.size()), scores.data(), stride);
     for (int row = 0; row < of.rows; ++row) {
-      const int seen = of.seq_len - of.rows + row + 1;  // tokens, the whole host side among them
+      const int seen = of.seq_len - of.rows + row + 1;  // tokens that the row sees, including the whole host side
       const float* of_row = scores.data() + row * stride;
       const float lse = kernels_.log_sum_exp(of_row, of.pages.window_tokens(seen), -std::numeric_limits<float>::infinity());
       for (int p = recent_begin; p < seen;) {

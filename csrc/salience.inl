@@ -1,4 +1,4 @@
-// What HGCA needs beside attention: tokens copied between pages, and attention weights from kept scores.
+// What HGCA needs in addition to attention: copying tokens between pages, and attention weights from kept scores.
 // Included inside the namespace and target region of one instruction set, after traits.inl.
 
 template <class T, class Stored = typename T::Element>
@@ -17,7 +17,7 @@ static void copy_token(char* to, int to_token, const char* from, int from_token,
   for (int d = 0; d < head_dim; ++d) v_out[d * T::pack] = v_in[d * T::pack];
 }
 
-// The first `count` (below 16) of `from`, and `fill` behind them.
+// The first `count` (below 16) elements of `from`, and `fill` after them.
 static inline vf load_part(const float* from, int count, float fill) {
   alignas(64) float part[16];
   for (int i = 0; i < 16; ++i) part[i] = i < count ? from[i] : fill;

@@ -1,7 +1,7 @@
 // Query rows against the summaries of a range of pages.
 // Included inside the namespace and target region of one instruction set, after code_ops.inl.
 
-// A run of dims of `Pages` summaries from the tile's `first_page` on, times the rows' operands; `Last` is half of one.
+// Multiplies one run of dims of `Pages` summaries, from the tile's `first_page` on, by the rows' operands. `Last`: half a run.
 template <class T, int Rows, int Pages, bool Last>
 [[gnu::always_inline]]
 static inline void add_run(const char* summaries, int64_t bytes, const typename T::Operand* const* queries, int element,
@@ -26,8 +26,8 @@ static inline void add_run(const char* summaries, int64_t bytes, const typename 
   }
 }
 
-// Rows against `Pages` summaries that lie one after another, in whole runs but for the `Last`. As many at once as leave the sums in
-// registers; a choice of variant at run time inside the loop makes GCC store them in memory, too, in every turn.
+// Rows against `Pages` summaries that lie one after another. `Last`: half a run follows the whole ones. It takes as many pages at
+// once as leave the sums in registers. If the loop chose the variant at run time, GCC would store them in memory in every turn.
 template <class T, int Rows, int Pages, bool Last>
 static inline void score_tile(const ScoreArgs& args, const void* const* rows, const char* summaries, const SummariesAhead& ahead,
                               float* scores) {
@@ -66,8 +66,9 @@ static inline void score_row_tile(const ScoreArgs& args, const void* const* quer
   }
 }
 
-// The pages [first_page, first_page + num_pages) of a call; `means` and `steps` as in ScoreArgs::scratch. Of the block that is
-// fetched ahead both halves at a time, where tiles fill it; and the first lines of the one after it, for their addresses.
+// Scores the pages [first_page, first_page + num_pages) of a call; `means` and `steps` lie in ScoreArgs::scratch. A later block is
+// fetched ahead, both halves at the same time if tiles fill it; so are the first lines of the block after it, for their address
+// translation.
 template <class T>
 static void score_chunk(const ScoreArgs& args, int first_page, int num_pages, float* means, float* steps) {
   constexpr int64_t kBytesAhead = 8192;

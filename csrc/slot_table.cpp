@@ -9,7 +9,7 @@ namespace hybrid_sparse {
 PageMap::PageMap(int entries) : entries_(std::bit_ceil(static_cast<size_t>(std::max(entries, 1)) * 2)) {}
 
 size_t PageMap::home(int64_t page) const {
-  // Fibonacci hashing (Knuth, TAOCP vol. 3, 6.4): the upper bits of a product with 2^64 / golden ratio.
+  // Fibonacci hashing (Knuth, TAOCP vol. 3, 6.4): a product with 2^64 / golden ratio, its upper half folded into the lower.
   const uint64_t mixed = static_cast<uint64_t>(page) * 0x9E3779B97F4A7C15u;
   return (mixed ^ (mixed >> 32)) & (entries_.size() - 1);
 }
@@ -31,7 +31,7 @@ void PageMap::erase(int64_t page) {
   const size_t mask = entries_.size() - 1;
   size_t hole = home(page);
   while (entries_[hole].page != page || entries_[hole].slot < 0) hole = (hole + 1) & mask;
-  // What stands behind the hole moves into it, unless it would then stand before its home: no marks are left.
+  // An entry after the hole moves into it, unless that would put it before its home. So no marks of erased entries are left.
   for (size_t at = (hole + 1) & mask; entries_[at].slot >= 0; at = (at + 1) & mask) {
     if (((at - home(entries_[at].page)) & mask) < ((at - hole) & mask)) continue;
     entries_[hole] = entries_[at];
@@ -77,13 +77,13 @@ void SlotTable::use(int32_t slot, int64_t page) {
   slots_[slot].turn = turns_[layer];
 }
 
-// A turn that is under way does not count.
+// The turn under way does not count.
 bool SlotTable::had_no_use(const Slot& slot) const {
   const int64_t layer = layer_of(slot.page);
   return turns_[layer] - slot.turn > (layer == turn_layer_ ? 1 : 0);
 }
 
-// Make room for a part, passing once over the pages that stay because they are pinned or wanted.
+// Makes room for a part. Passes only once over the pages that stay because they are pinned or wanted.
 bool SlotTable::fit(const int64_t* pages, int count, int share, Refused& refused) {
   ++calls_;
   missing_.clear();
@@ -244,7 +244,7 @@ std::vector<int64_t> SlotTable::pages() const {
 std::string SlotTable::contradiction() const {
   int held = 0;
   for (int share = 0; share < shares_count(); ++share) {
-    std::vector<bool> seen(every_);  // slots of the share that are free or stand in its order
+    std::vector<bool> seen(every_);  // slots of the share that are free or in its order
     const auto saw = [&](int32_t slot) -> bool {
       if (slot / every_ != share || seen[slot - share * every_]) return false;
       return seen[slot - share * every_] = true;

@@ -8,7 +8,7 @@
 namespace hybrid_sparse {
 namespace {
 
-// The bits 0, 2, 4 and 6 of every byte, side by side in its lower half; and back.
+// gather_bits moves bits 0, 2, 4 and 6 of every byte into its lower half, side by side; scatter_bits moves them back.
 uint64_t gather_bits(uint64_t x) {
   x &= 0x5555555555555555u;
   x = (x | x >> 1) & 0x3333333333333333u;
@@ -21,9 +21,9 @@ uint64_t scatter_bits(uint64_t x) {
   return (x | x << 1) & 0x5555555555555555u;
 }
 
-constexpr int kWords = 8;  // of a line
+constexpr int kWords = 8;  // in a line
 
-// Lines are 64 bytes; two with four two-bit fields a byte make one with eight bits a byte.
+// Lines are 64 bytes. Two lines with four two-bit fields a byte become one line with eight bits a byte in each part.
 void load_line(const char* from, uint64_t (&words)[kWords]) { std::memcpy(words, from, sizeof(words)); }
 void store_line(char* to, const uint64_t (&words)[kWords]) { std::memcpy(to, words, sizeof(words)); }
 
@@ -43,7 +43,7 @@ void split_codes(const char* codes, int head_dim, char* coarse, char* fine) {
     store_line(fine + int64_t{64} * line, rest);
   }
   std::memcpy(coarse + to.mean, codes + from.mean, from.units - from.mean);
-  uint16_t units[3];  // of the factors of signs, of the mean, of the factors of both bits
+  uint16_t units[3];  // of the factors for signs, of the mean, of the factors for both bits
   std::memcpy(&units[2], codes + from.units, sizeof(uint16_t));
   std::memcpy(&units[1], codes + from.units + sizeof(uint16_t), sizeof(uint16_t));
   units[0] = float_to_bf16(bf16_to_float(units[2]) * kSignFactor);

@@ -15,7 +15,7 @@
 namespace hybrid_sparse {
 namespace {
 
-// After a session an own helper waits this many pauses (some 50 us on a Zen 4) for the next before it sleeps.
+// After a session, a thread of the pool waits this many pauses (some 50 us on a Zen 4) for the next one before it sleeps.
 constexpr int kSpinsBeforeSleep = 2000;
 
 // Index part of `next_` between phases: above every count.
@@ -56,7 +56,7 @@ ThreadPool::ThreadPool(int num_threads, Helpers helpers, std::vector<int> cpus)
   if (helpers == Helpers::own) {
     try {
       for (int i = 0; i + 1 < num_threads; ++i)
-        threads_.emplace_back([this, i, cpu = cpus.empty() ? -1 : cpus[i % cpus.size()]] { own_thread(i, cpu); });
+        threads_.emplace_back([this, cpu = cpus.empty() ? -1 : cpus[i % cpus.size()]] { own_thread(cpu); });
     } catch (const std::system_error& error) {
       const size_t started = threads_.size() + 1;
       stop_own_threads();
@@ -75,7 +75,7 @@ void ThreadPool::stop_own_threads() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void ThreadPool::own_thread(int, int cpu) {
+void ThreadPool::own_thread(int cpu) {
   if (cpu >= 0) {
     cpu_set_t set;
     CPU_ZERO(&set);
@@ -144,8 +144,8 @@ void ThreadPool::run_session(void (*body)(void*), void* context) {
 }
 
 // Takes and runs one task of the current phase. The claim succeeds only while `next_` is unchanged since the phase was
-// read, and the caller closes `next_` before it rewrites the phase: a late helper never mixes two phases. Should a task
-// throw (memory that is not there), the process ends: unwinding would leave helpers with tasks of a frame that is gone.
+// read, and the caller closes `next_` before it rewrites the phase: a late helper never mixes two phases. If a task throws
+// (out of memory), the process ends: unwinding would leave helpers with tasks of a frame that is gone.
 bool ThreadPool::take_one() noexcept {
   uint64_t ticket = next_.load(std::memory_order_seq_cst);
   while (true) {

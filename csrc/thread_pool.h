@@ -1,12 +1,12 @@
 // Threads that share the tasks of one attention call.
 //
 // A session is one call: the calling thread runs its body, which hands out phases of independent tasks. Helpers take
-// tasks while the session lasts. A phase is over when its *tasks* are done, not when every helper has shown up, so a
-// helper that the kernel has descheduled costs its share of the work and never the whole call.
+// tasks while the session lasts. A phase is over when its *tasks* are done, not when every helper has shown up.
 //
-// The helpers are either threads of this pool, asleep between sessions, or, inside a process whose torch runs on
-// GNU OpenMP, the threads of that team: torch's own spin on the same cores after every matrix product, and a second
-// set of threads there would share each core with them.
+// The helpers are either threads of this pool, asleep between sessions, or, if the process's torch runs on GNU OpenMP,
+// the threads of that team. Torch's threads spin on the same cores after every matrix product, and a second set of
+// threads would share each core with them. If the kernel deschedules a thread of this pool, that costs its share of the
+// work. A borrowed thread also delays the session's end, where the whole team meets at a barrier.
 #pragma once
 
 #include <atomic>
@@ -24,8 +24,8 @@ class ThreadPool {
   enum class Helpers { own, openmp };
 
   // num_threads counts the caller. `cpus`: one core for each helper (may be empty: not pinned); ignored with openmp.
-  // Throws std::invalid_argument for num_threads < 1, std::runtime_error where openmp is asked for and not
-  // loaded, or a thread cannot be started.
+  // Throws std::invalid_argument for num_threads < 1, std::runtime_error if openmp is asked for and not loaded, or
+  // if a thread cannot be started.
   ThreadPool(int num_threads, Helpers helpers, std::vector<int> cpus);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -43,8 +43,8 @@ class ThreadPool {
     run_session([](void* context) { (*static_cast<std::remove_reference_t<Body>*>(context))(); }, &body);
   }
 
-  // Within a session: task(0) … task(count - 1), in any order, on any of the threads; returns when all are done. A task
-  // that throws ends the process where others may run beside it.
+  // Within a session: runs task(0) … task(count - 1), in any order, on any of the threads; returns when all are done. If
+  // tasks may run in parallel, one that throws ends the process.
   template <class F>
   void for_each(int count, F&& task) {
     run_phase(count, [](void* context, int index) { (*static_cast<std::remove_reference_t<F>*>(context))(index); },
@@ -56,7 +56,7 @@ class ThreadPool {
   void run_phase(int count, Task task, void* context);
   bool take_one() noexcept;
   void help_until_closed();
-  void own_thread(int index, int cpu);
+  void own_thread(int cpu);
   void stop_own_threads();
 
   int num_threads_;

@@ -1,6 +1,6 @@
 // How each KV dtype is read and multiplied. A "step" is one register of a page: for K it holds `pack` dims of 16
 // tokens, for V `pack` tokens of 16 dims. `Op` is what one row multiplies a step with, once per step. A pinned step stays
-// in its register, where GCC would load it again for each row.
+// in its register; otherwise GCC would load it again for each row.
 // Included inside the namespace and target region of one instruction set, after its vec_*.inl.
 
 struct F32 {
@@ -63,7 +63,7 @@ struct Bf16 {
   struct Step { vf even, odd; };
   struct Broadcast { vf even, odd; };
   static constexpr int pack = 2;
-  // Whether a tile of so many rows takes the even dims (or tokens) of its columns before the odd ones: both do not fit.
+  // Whether a tile of `Rows` rows takes the even dims (or tokens) of its columns before the odd ones, since both do not fit.
   template <int Rows>
   static constexpr bool by_halves = kFewRegisters && Rows == 2;
   static inline Step load_step(const char* p) {

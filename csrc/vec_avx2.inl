@@ -47,16 +47,16 @@ static inline bool any_above(vf x, float y) {
   return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, limit, _CMP_GT_OQ), _mm256_cmp_ps(x.b, limit, _CMP_GT_OQ))) != 0;
 }
 
-// out[i] = scale * sum of the lanes of the i-th argument.
 static inline __m128 halves(vf x) {
   const __m256 s = _mm256_add_ps(x.a, x.b);
   return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 }
+// out[i] = scale * sum of the lanes of the i-th argument.
 static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) {
   const __m128 s = _mm_hadd_ps(_mm_hadd_ps(halves(a), halves(b)), _mm_hadd_ps(halves(c), halves(d)));
   _mm_storeu_ps(out, _mm_mul_ps(s, _mm_set1_ps(scale)));
 }
-// Likewise of the arguments of each of the first `rows` rows, a row's results at out + row * stride.
+// reduce_add4 of each of the first `rows` rows, a row's results at out + row * stride.
 static inline void reduce_add4x4(const vf (&x)[4][4], float scale, int rows, float* out, int64_t stride) {
   for (int r = 0; r < rows; ++r) reduce_add4(x[r][0], x[r][1], x[r][2], x[r][3], scale, out + r * stride);
 }
@@ -80,7 +80,7 @@ static inline __m256 exp2_fraction(__m256 f) {
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(6.93147181e-1f));
   return _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0f));
 }
-// x * 2^n for a whole n, whose result is normal.
+// x * 2^n for a whole n, if the result is normal.
 static inline __m256 times_exp2(__m256 x, __m256 n) {
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
@@ -113,7 +113,7 @@ static inline __m256 exp2_bf16_half(__m256 x) {
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.00000262f));
   return _mm256_and_ps(alive, times_exp2(p, n));
 }
-// The same with a relative error below 3e-6, a hundredth of what rounding to bf16 does.
+// The same with a relative error below 3e-6, less than a hundredth of bf16's rounding error.
 static inline vf exp2_bf16(vf x) { return {exp2_bf16_half(x.a), exp2_bf16_half(x.b)}; }
 // e^x for x <= 0 (relative error below 3e-7); 0 below -87.
 static inline vf exp_nonpositive(vf x) { return {exp_half(x.a), exp_half(x.b)}; }
@@ -125,8 +125,8 @@ static inline void load_bf16_pairs(const char* p, vf& even, vf& odd) {
   even = {_mm256_castsi256_ps(_mm256_slli_epi32(r0, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(r1, 16))};
   odd = {_mm256_castsi256_ps(_mm256_and_si256(r0, high)), _mm256_castsi256_ps(_mm256_and_si256(r1, high))};
 }
-// Of 16 bf16 elements the even or the odd ones. Loaded for each, and the mask read from memory: kept, they would take registers
-// that sums need.
+// The even or the odd ones of 16 bf16 elements. The elements are loaded for each half, and the mask is read from memory: kept, they
+// would take registers that sums need.
 alignas(32) static const uint32_t kOddElements[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
                                                      0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
 template <int Odd>
@@ -162,7 +162,8 @@ static inline vf load_bf16(const char* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(r0), 16)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(r1), 16))};
 }
-// 32 e4m3 to bf16. A magnitude from 2^-6 on is the same bits moved, with another bias; the eight smaller ones are looked up by byte.
+// Widens 32 e4m3 to bf16. Magnitudes from 2^-6 on keep their bits, shifted, with another bias; the eight smaller ones are looked
+// up by byte.
 struct Widening {
   __m256i small_low, small_high;
   Widening() {
@@ -178,7 +179,7 @@ struct Widening {
     const __m256i bits = _mm256_cvtepu8_epi16(bytes);
     const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f));
     const __m256i large = _mm256_add_epi16(_mm256_slli_epi16(magnitude, 4), _mm256_set1_epi16(120 << 7));
-    const __m256i index = _mm256_or_si256(magnitude, _mm256_set1_epi16(static_cast<short>(0x8000)));  // nothing for the upper byte
+    const __m256i index = _mm256_or_si256(magnitude, _mm256_set1_epi16(static_cast<short>(0x8000)));  // the upper byte looks up 0
     const __m256i small = _mm256_or_si256(_mm256_shuffle_epi8(small_low, index),
                                           _mm256_slli_epi16(_mm256_shuffle_epi8(small_high, index), 8));
     const __m256i is_small = _mm256_cmpgt_epi16(_mm256_set1_epi16(8), magnitude);
@@ -197,11 +198,11 @@ static inline vf load_f16(const char* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
 }
-// Inlined at once: GCC takes a call that only fetches ahead for one without effect and drops it.
+// Always inlined: GCC assumes that a call that only fetches ahead has no effect, and drops it.
 [[gnu::always_inline]] static inline void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 
 static inline __m256 log2_half(__m256 x) {
-  // x = m * 2^shift, m in [0.75, 1.5): with the bits of 0.75 taken off, the exponent is what lies above the mantissa
+  // x = m * 2^shift, m in [0.75, 1.5): once the bits of 0.75 are subtracted, `shift` is what lies above the mantissa
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i shift = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3f400000)), 23);
   const __m256 m = _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(shift, 23)));
@@ -217,7 +218,7 @@ static inline __m256 log2_half(__m256 x) {
 // Base 2 logarithm of positive normal numbers (absolute error below 1e-6), by the series of 2 atanh((m - 1) / (m + 1)).
 static inline vf log2_positive(vf x) { return {log2_half(x.a), log2_half(x.b)}; }
 
-// x, or the number of that magnitude and the sign of x, whichever is nearer to 0.
+// x with its magnitude limited to `magnitude`.
 static inline vf limit(vf x, float magnitude) { return max(min(x, set1(magnitude)), set1(-magnitude)); }
 
 static inline __m256 exp2_half(__m256 x) {
@@ -247,7 +248,7 @@ static inline vf load_bytes(const char* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
 }
 
-// 64 bytes, and sums of products of unsigned bytes with signed ones: all that fall on one of 16 tokens are added up in the end.
+// vb: 64 bytes. vs: sums of products of unsigned bytes with signed ones; in the end all products of each of 16 tokens are added up.
 struct vb {
   __m256i a, b;
 };
@@ -264,7 +265,7 @@ static inline vb fields(vb x, int lowest_bit) {
   const __m256i mask = _mm256_set1_epi8((1 << Bits) - 1);
   return {_mm256_and_si256(_mm256_srli_epi16(x.a, lowest_bit), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, lowest_bit), mask)};
 }
-// Of 32 bytes the lower halves, then the upper halves.
+// The lower halves of 32 bytes, then their upper halves.
 static inline vb half_bytes(const char* p) {
   const __m256i both = load_half(p);
   return fields<4>({both, _mm256_srli_epi16(both, 4)}, 0);
@@ -273,11 +274,11 @@ inline constexpr int kLinesPerSum = 8;  // sums of 16 bits hold 8 x 4 x 2 produc
 static inline vs no_products() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 static inline vs add_products(vs sum, vb x, vb y) {
   sum = {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(x.a, y.a)), _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(x.b, y.b))};
-  asm("" : "+x"(sum.a), "+x"(sum.b));  // here and now: GCC would gather the products first and run out of registers
+  asm("" : "+x"(sum.a), "+x"(sum.b));  // add them here: GCC would gather the products first and run out of registers
   return sum;
 }
 static inline vf product_sums(vs sum) {
   const __m256i ones = _mm256_set1_epi16(1);
   return {_mm256_cvtepi32_ps(_mm256_madd_epi16(sum.a, ones)), _mm256_cvtepi32_ps(_mm256_madd_epi16(sum.b, ones))};
 }
-inline constexpr int kPagesAtOnce = 1;  // of a tile: 8 of 16 registers hold sums
+inline constexpr int kPagesAtOnce = 1;  // pages of a tile: 8 of 16 registers hold sums

@@ -23,11 +23,11 @@ static inline float reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
 static inline float reduce_min(vf x) { return _mm512_reduce_min_ps(x); }
 static inline bool any_above(vf x, float y) { return _mm512_cmp_ps_mask(x, set1(y), _CMP_GT_OQ) != 0; }
 
-// out[i] = scale * sum of the lanes of the i-th argument.
 static inline __m128 halves(vf x) {
   const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
   return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 }
+// out[i] = scale * sum of the lanes of the i-th argument.
 static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) {
   const __m128 s = _mm_hadd_ps(_mm_hadd_ps(halves(a), halves(b)), _mm_hadd_ps(halves(c), halves(d)));
   _mm_storeu_ps(out, _mm_mul_ps(s, _mm_set1_ps(scale)));
@@ -76,12 +76,12 @@ static inline vf exp_nonpositive(vf x) {
   const vf n = _mm512_roundscale_ps(mul(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return _mm512_scalef_ps(exp2_fraction(_mm512_fmsub_ps(x, log2e, n)), n);
 }
-// 2^x (relative error below 3e-7); 0 of minus infinity, whose fraction is 0.
+// 2^x (relative error below 3e-7); 0 for minus infinity, whose fraction is 0.
 static inline vf exp2_float(vf x) {
   const vf f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return _mm512_scalef_ps(exp2_fraction(f), sub(x, f));
 }
-// The same with a relative error below 3e-6, a hundredth of what rounding to bf16 does.
+// The same with a relative error below 3e-6, less than a hundredth of bf16's rounding error.
 static inline vf exp2_bf16(vf x) {
   const vf f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   vf p = fma(f, set1(0.0135341678f), set1(0.0520114601f));
@@ -100,7 +100,7 @@ static inline vf load_bf16(const char* p) {
   const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
 }
-// 32 e4m3 to bf16. Bits 0 to 5 look up each half of the table of magnitudes, bit 6 says which half.
+// Widens 32 e4m3 to bf16. Bits 0 to 5 look up each half of the table of magnitudes; bit 6 says which half.
 struct Widening {
   __m512i low[2], high[2];
   Widening() {
@@ -122,8 +122,8 @@ struct Widening {
 static inline vf load_f16(const char* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-// Into the L2 cache where bf16 dot products are used (Zen 4 then has more lines on their way), else into the L1 cache, which spares
-// Skylake a second line buffer. Inlined at once: GCC takes a call that only fetches ahead for one without effect and drops it.
+// Fetches into the L2 cache if bf16 dot products are used (Zen 4 then has more lines on their way), else into the L1 cache, which
+// spares Skylake a second line buffer. Always inlined: GCC assumes that a call that only fetches ahead has no effect, and drops it.
 #ifdef HYBRID_SPARSE_BF16_DOT
 inline constexpr auto kFetchHint = _MM_HINT_T1;
 #else
@@ -131,7 +131,7 @@ inline constexpr auto kFetchHint = _MM_HINT_T0;
 #endif
 [[gnu::always_inline]] static inline void prefetch(const char* p) { _mm_prefetch(p, kFetchHint); }
 
-// Base 2 logarithm of positive normal numbers (absolute error below 1e-5, enough for an estimate): of the mantissa by a
+// Base 2 logarithm of positive normal numbers (absolute error below 1e-5, enough for an estimate). That of the mantissa is a
 // polynomial, since the two divisions of a quickly converging series take longer than all the rest.
 static inline vf log2_positive(vf x) {
   const vf f = _mm512_sub_ps(_mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero), set1(1.0f));
@@ -143,7 +143,7 @@ static inline vf log2_positive(vf x) {
   return fma(p, f, _mm512_getexp_ps(x));
 }
 
-// x, or the number of that magnitude and the sign of x, whichever is nearer to 0.
+// x with its magnitude limited to `magnitude`.
 static inline vf limit(vf x, float magnitude) { return _mm512_range_ps(x, set1(magnitude), 2); }
 
 // 2^x for |x| <= 120 (relative error below 8e-5, enough for an estimate).
@@ -161,7 +161,7 @@ static inline vf load_bytes(const char* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
-// 64 bytes, and sums of products of unsigned bytes with signed ones: all that fall on one of 16 tokens are added up in the end.
+// vb: 64 bytes. vs: sums of products of unsigned bytes with signed ones; in the end all products of each of 16 tokens are added up.
 using vb = __m512i;
 using vs = __m512i;
 static inline vb load_vb(const char* p) { return _mm512_loadu_si512(p); }
@@ -174,23 +174,23 @@ template <int Bits>
 static inline vb fields(vb x, int lowest_bit) {
   return _mm512_and_si512(_mm512_srli_epi16(x, lowest_bit), _mm512_set1_epi8((1 << Bits) - 1));
 }
-// Of 32 bytes the lower halves, then the upper halves.
+// The lower halves of 32 bytes, then their upper halves.
 static inline vb half_bytes(const char* p) {
   const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return fields<4>(_mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1), 0);
 }
 static inline vs no_products() { return _mm512_setzero_si512(); }
 #ifdef HYBRID_SPARSE_VNNI
-inline constexpr int kLinesPerSum = kMaxHeadDim;  // sums of 32 bits hold any
+inline constexpr int kLinesPerSum = kMaxHeadDim;  // sums of 32 bits hold any number
 static inline vs add_products(vs sum, vb a, vb b) { return _mm512_dpbusd_epi32(sum, a, b); }
 static inline vf product_sums(vs sum) { return _mm512_cvtepi32_ps(sum); }
 #else
 inline constexpr int kLinesPerSum = 8;  // sums of 16 bits hold 8 x 4 x 2 products of at most 3 x 127
 static inline vs add_products(vs sum, vb a, vb b) {
   sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(a, b));
-  asm("" : "+v"(sum));  // here and now: GCC would gather the products first and run out of registers
+  asm("" : "+v"(sum));  // add it here: GCC would gather the products first and run out of registers
   return sum;
 }
 static inline vf product_sums(vs sum) { return _mm512_cvtepi32_ps(_mm512_madd_epi16(sum, _mm512_set1_epi16(1))); }
 #endif
-inline constexpr int kPagesAtOnce = 4;  // of a tile: 16 sums, 4 pages' bytes
+inline constexpr int kPagesAtOnce = 4;  // pages of a tile: 16 sums and 4 pages' bytes

@@ -33,7 +33,7 @@ static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) 
   out[2] = reduce_add(c) * scale;
   out[3] = reduce_add(d) * scale;
 }
-// Likewise of the arguments of each of the first `rows` rows, a row's results at out + row * stride.
+// reduce_add4 of each of the first `rows` rows, a row's results at out + row * stride.
 static inline void reduce_add4x4(const vf (&x)[4][4], float scale, int rows, float* out, int64_t stride) {
   for (int r = 0; r < rows; ++r) reduce_add4(x[r][0], x[r][1], x[r][2], x[r][3], scale, out + r * stride);
 }
@@ -60,7 +60,7 @@ static inline vf load_bf16(const char* p) {
   HYBRID_SPARSE_LANES r.v[i] = bf16_to_float(reinterpret_cast<const uint16_t*>(p)[i]);
   return r;
 }
-// 32 e4m3 to bf16.
+// Widens 32 e4m3 to bf16.
 struct Widening {
   const uint16_t* table = widened_e4m3();
   void widen(const char* in, char* out) const {
@@ -91,7 +91,7 @@ static inline vf load_bytes(const char* p) {
 
 #undef HYBRID_SPARSE_LANES
 
-// 64 bytes, and sums of products of unsigned bytes with signed ones: all that fall on one of 16 tokens are added up in the end.
+// vb: 64 bytes. vs: sums of products of unsigned bytes with signed ones; in the end all products of each of 16 tokens are added up.
 struct vb {
   uint8_t v[64];
 };
@@ -113,7 +113,7 @@ static inline vb fields(vb x, int lowest_bit) {
   for (uint8_t& byte : x.v) byte = static_cast<uint8_t>(byte >> lowest_bit & ((1 << Bits) - 1));
   return x;
 }
-// Of 32 bytes the lower halves, then the upper halves.
+// The lower halves of 32 bytes, then their upper halves.
 static inline vb half_bytes(const char* p) {
   vb r;
   for (int i = 0; i < 32; ++i) {

@@ -104,6 +104,13 @@ def test_a_selection_out_of_range_is_refused(wrong: dict[str, float]) -> None:
         SelectionSpec(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("limit", [{"budget_ratio": 0.5}, {"max_pages": 3}, {"threshold": 0.9}])
+def test_what_is_read_in_part_is_ranked(limit: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"^ranked=False: must be True where a budget"):
+        SelectionSpec(**limit)  # type: ignore[arg-type]
+    SelectionSpec(ranked=True, **limit)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("wrong", "refusal"),
     [

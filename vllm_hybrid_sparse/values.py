@@ -1,4 +1,4 @@
-"""Plain values that the layers pass on; no torch, no vllm."""
+"""Plain values that the layers exchange; no torch, no vllm."""
 
 import math
 from dataclasses import dataclass
@@ -7,40 +7,44 @@ from typing import NamedTuple
 from vllm_hybrid_sparse.errors import ConfigError
 
 PAGE_TOKENS = 16
-"""Tokens of a page. The native page layout has one vector lane a token, so this is a constant, not a setting."""
+"""Tokens of a page. The native page layout has one vector lane per token, so this is a constant, not a setting."""
 
 MAX_HEAD_DIM = 512
-"""Largest head dimension that the kernels take; every multiple of 16 up to it is."""
+"""Largest head dimension that the kernels take; they take every multiple of 16 up to it."""
 
 SUMMARY_VECTORS = {"minmax": 2, "cuboid_mean": 1, "key_codes": 0, "split_codes": 0, "none": 0}
-"""Vectors of `head_dim` values that each kind of summary keeps of a page: minmax (max, min), cuboid_mean (centre);
-key_codes keeps none, but one or two bits of each key, and split_codes the same two bits in two parts, so that the signs
-of all pages can be read without the rest; `none` keeps nothing, for policies that score no pages."""
+"""Vectors of `head_dim` values that each kind of summary keeps of a page: minmax (max, min), cuboid_mean (centre).
+
+key_codes keeps no vectors but one or two bits per dimension of each key. split_codes keeps the same two bits in two
+parts, so that the signs of all pages can be read without the rest. `none` keeps nothing, for policies that score no
+pages."""
 
 CODE_BITS = (1, 2)
-"""Bits a dimension that key codes may have."""
+"""Bits per dimension that key codes may have."""
 
 SPLIT_HEAD_DIM = 32
-"""Split codes are of heads with a multiple of so many dims: others would take more bytes than in one piece."""
+"""Split codes need a head dimension that is a multiple of this; others would take more bytes than in one piece."""
 
 UNREAD_ATTRIBUTED = 0.5
-"""Default of the setting `unread_attributed`, which Fluxion's budgets are made for, too."""
+"""Default of the setting `unread_attributed`; Fluxion's budgets are made for it, too."""
 
 MICROBATCHES_IN_FLIGHT = 2
-"""Of a group on a device: the microbatch that is attended and the one that is loaded meanwhile (PSA, section 3.3)."""
+"""On a device a group has one microbatch that is attended and one that is loaded meanwhile (PSA, section 3.3)."""
 
 _CACHE_LINE_BYTES = 64
 
 _RATIO_SLACK_PAGES = 1e-9
-"""What `ratio * candidates` may exceed a whole number by without costing a page: 0.07 * 100 is 7.000000000000001."""
+"""`ratio * candidates` may exceed a whole number by this much without costing a page: 0.07 * 100 is
+7.000000000000001."""
 
 
 def summary_bytes(summary: str, head_dim: int, element_bytes: int, code_bits: int) -> int:
     """Bytes of the summary of one page of one KV head, a multiple of 16 elements.
 
-    key_codes, whatever the KV dtype: code_bits of every dimension of 16 keys in whole cache lines, four bits a
-    dimension of their mean, a byte for each key, and two bf16 numbers; whole cache lines again. split_codes take what
-    key codes of two bits do; `fine_bytes` of it are the part that is read of few pages.
+    For key_codes it does not depend on the KV dtype. First come code_bits for every dimension of 16 keys, in whole
+    cache lines. Then come four bits per dimension of their mean, a byte for each key and two bf16 numbers, together in
+    whole cache lines again. split_codes take as much as key codes of two bits; `fine_bytes` of that are the part that
+    is read of few pages only.
     """
     if summary not in ("key_codes", "split_codes"):
         return SUMMARY_VECTORS[summary] * head_dim * element_bytes
@@ -49,7 +53,7 @@ def summary_bytes(summary: str, head_dim: int, element_bytes: int, code_bits: in
 
 
 def fine_bytes(summary: str, head_dim: int) -> int:
-    """Of the summary_bytes of split codes, those of the fine part, the second bits; 0 of other summaries."""
+    """How many of the summary_bytes of split codes are the fine part, the second bits; 0 for other summaries."""
     return PAGE_TOKENS * head_dim // 8 if summary == "split_codes" else 0
 
 
@@ -59,14 +63,14 @@ def _whole_lines(size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetainedSet:
-    """The tokens every decode row attends to whatever the policy: the first and the latest of the request.
+    """The tokens that every decode row attends to under any policy: the first and the latest of the request.
 
-    A page is retained as a whole. A candidate is a page that lies wholly outside both parts, so a page that the
-    recent window only touches is retained too.
+    A page is retained as a whole. A candidate lies wholly outside both parts, so a page that the recent window only
+    touches is retained too.
     """
 
     sink_tokens: int = 64  # first tokens; a multiple of 16, >= 0
-    window_tokens: int = 256  # latest tokens, the current one included; a multiple of 16, >= 16
+    window_tokens: int = 256  # latest tokens, including the current one; a multiple of 16, >= 16
 
     def __post_init__(self) -> None:
         if self.sink_tokens < 0 or self.sink_tokens % PAGE_TOKENS:
@@ -77,10 +81,10 @@ class RetainedSet:
             )
 
     def candidate_range(self, seq_len: int) -> tuple[int, int]:
-        """Candidate pages of a request of `seq_len` tokens as `(first_page, end_page)`, the end excluded.
+        """Candidate pages of a request of `seq_len` tokens as `(first_page, end_page)`, excluding the end.
 
         A page p is a candidate if p >= sink_tokens / 16 and 16 p + 16 <= seq_len - window_tokens. A short request has
-        none: then end_page == first_page, which may lie beyond its last page.
+        no candidates: then end_page == first_page, which may lie beyond its last page.
         """
         first_page = self.sink_tokens // PAGE_TOKENS
         end_page = max(first_page, (seq_len - self.window_tokens) // PAGE_TOKENS)
@@ -95,23 +99,24 @@ class RetainedSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionSpec:
-    """A policy as the kernels take it: an order over the candidate pages and where to stop in it.
+    """A policy as the kernels take it: an order over the candidate pages and a rule for where to stop.
 
-    Reading stops at whichever comes first: the last candidate, the budget, or, after a whole microbatch, the threshold
-    exceeded by every query head of the group. The defaults read everything in the order of the request (`dense`).
+    Reading stops at the last candidate, at the budget, or after a whole microbatch if every query head of the group
+    exceeds the threshold, whichever comes first. The defaults read everything in the order of the request (`dense`).
     Without a threshold a kernel may read the same pages in another order.
     """
 
-    ranked: bool = False  # True: by group score, descending, ties by the lower page; False: by page
+    ranked: bool = False  # True: by group score, descending, ties by the lower page; False: all, by page
     budget_ratio: float = 1.0  # most pages, as a share of the candidates, rounded up; in (0, 1]
-    max_pages: int | None = None  # most pages, as a number >= 1; None: no such limit
-    threshold: float = 1.0  # stop once P_acc > threshold (PSA, Algorithm 1, line 17); in (0, 1], at 1 never
-    microbatch_pages: int = 8  # pages between two looks at the threshold (PSA's m); >= 1
-    # What the unread pages are taken to weigh in P_acc: the sum of their estimates, which only key codes give, and then
-    # a look comes only where the estimates say that enough is read; or each as much as the lightest page read (PSA).
+    max_pages: int | None = None  # most pages, as a number >= 1; None: no limit
+    threshold: float = 1.0  # stop once P_acc > threshold (PSA, Algorithm 1, line 17); in (0, 1], 1: never
+    microbatch_pages: int = 8  # pages between two checks of the threshold (PSA's m); >= 1
+    # What the unread pages weigh in P_acc. True: the sum of their estimates, which only key codes give; then the
+    # threshold is checked only when the estimates say that enough is read. False: each unread page weighs as much as
+    # the lightest page read (PSA).
     estimated_remainder: bool = False
-    # How much of what the unread pages are estimated to weigh goes to the candidates read, in [0, 1]: their state
-    # counts for more in the merge. The rest is left out, as all of it is in the papers, and without key codes.
+    # Share, in [0, 1], of the unread pages' estimated weight that goes to the candidates read: their state counts for
+    # more in the merge. The rest is left out. In the papers, and without key codes, all of it is left out.
     attributed: float = 0.0
 
     def __post_init__(self) -> None:
@@ -125,16 +130,19 @@ class SelectionSpec:
             raise ConfigError(f"microbatch_pages={self.microbatch_pages}: must be 1 or more")
         if not 0 <= self.attributed <= 1:
             raise ConfigError(f"attributed={self.attributed}: must be in [0, 1]")
+        if not self.ranked and (self.budget_ratio < 1 or self.max_pages is not None or self.threshold < 1):
+            raise ConfigError(f"ranked={self.ranked}: must be True where a budget or a threshold stops the reading")
 
     @property
     def pages_in_flight(self) -> int:
-        """Pages of one group that a device holds at one time, at the least: of the microbatches in flight."""
+        """The number of pages of one group that a device must hold at one time: those of the microbatches in flight."""
         return MICROBATCHES_IN_FLIGHT * self.microbatch_pages
 
     def budget_pages(self, num_candidates: int) -> int:
         """The most pages that one group may read of `num_candidates`: min(ceil(ratio * n), max_pages, n); 0 of 0.
 
-        1e-9 is taken off before rounding up, so that 7 % of 100 pages are 7 and not 8; one page is the least of any.
+        1e-9 is subtracted before rounding up, so that 7 % of 100 pages are 7 and not 8. With candidates the result is
+        at least one page.
         """
         if num_candidates <= 0:
             return 0
@@ -145,19 +153,19 @@ class SelectionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRanking:
-    """What says which pages are the best: a kind of summary."""
+    """What ranks the pages: a kind of summary."""
 
     summary: str = "key_codes"
-    code_bits: int | None = CODE_BITS[-1]  # of key codes; None of another summary
+    code_bits: int | None = CODE_BITS[-1]  # of key codes; None with another summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionSpec:
-    """Fluxion's rule for what a head reads: as much as a predictor says of the blocks that rank best."""
+    """Fluxion's rule for what a head reads: as many of the best blocks as a predictor says."""
 
-    predictor: str | None = None  # path of its file; None: the one that the package ships
-    granularity: int = 0  # tokens of a logical block, 16, 32, 64 or 128; 0: of the least volume (eq. 3)
-    dense_tokens: int = 0  # sequences of so many tokens or fewer attend to everything
+    predictor: str | None = None  # path of its file; None: the shipped one
+    granularity: int = 0  # tokens of a logical block, 16, 32, 64 or 128; 0: those of the least volume (eq. 3)
+    dense_tokens: int = 0  # sequences of at most this many tokens attend to everything
     ranking: PageRanking = PageRanking()
 
 
@@ -176,9 +184,9 @@ class SalienceSpec:
 
 
 class GroupKey(NamedTuple):
-    """The query heads that share one KV head, in one decode row of a step: the unit of a device's or host's task."""
+    """The query heads that share one KV head, in one decode row of a step: the unit of a task of the device or host."""
 
-    row: int  # decode row, 0 the first of the step
+    row: int  # decode row of the step, from 0
     kv_head: int
 
 
@@ -188,14 +196,16 @@ class GroupTask:
 
     group: GroupKey
     pages: int
-    missing: int = 0  # of them, those that the device does not hold
+    missing: int = 0  # how many of the pages the device does not hold
     scored: int = 0  # candidates whose summaries were scored
 
     @property
     def volume_pages(self) -> float:
-        """What the task reads, in pages: V(blk) of Fluxion's eq. 3 with the pages of the group for its heads' budgets.
+        """What the task reads, in pages; tasks are ordered by it.
 
-        A summary counts for the sixteenth of a page, Quest's bounds being two vectors where a page is 32.
+        This is like V(blk) of Fluxion's eq. 3, with the group's pages in place of its heads' budgets. But the first
+        term is that of blk = 16, whatever the granularity: each summary counts as a sixteenth of a page, as Quest's
+        bounds do (two vectors, where a page has 32), and key codes count as much.
         """
         return self.scored / PAGE_TOKENS + self.pages
 
@@ -205,5 +215,5 @@ class Plan:
     """One step's decision for one layer: which pages each group may read, and where each group is computed."""
 
     device: tuple[GroupTask, ...] = ()  # on the device, in this order
-    host: tuple[GroupTask, ...] = ()  # where the pages lie, in this order
-    either: tuple[GroupTask, ...] = ()  # by whichever takes it first, in this order
+    host: tuple[GroupTask, ...] = ()  # on the host, where the pages lie, in this order
+    either: tuple[GroupTask, ...] = ()  # on whichever side takes it first, in this order

@@ -1,7 +1,7 @@
-"""Decode attention over exactly the pages that a rule chooses, in plain torch: the reference, not the shipped kernels.
+"""Decode attention over exactly the pages that a rule chooses: the reference in plain torch, not the shipped kernels.
 
-It bounds what a selection can reach: an oracle sees the true weights, chance sees nothing. Rows measured with it say
-`reference`. Bytes are those of the pages alone, since no summary is read.
+It bounds what a selection can reach: an oracle sees the true weights, and chance sees nothing. Rows measured with it
+say `reference`. Bytes count only pages, since no summary is read.
 """
 
 import random
@@ -20,7 +20,7 @@ from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SelectionSpec
 
 IMPLEMENTATION = "hybrid_sparse_reference"
-_RETAINED = RetainedSet()  # that of the shipped settings' defaults
+_RETAINED = RetainedSet()  # as in the shipped settings' defaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class PageRule:
 
     order: str  # oracle: by the largest true share of any head of the group; random: by chance
     ratio: float | None = None  # share of the candidates, rounded up
-    promise: float | None = None  # oracle: as many as every head needs to keep this share of its weight
+    promise: float | None = None  # oracle: as many pages as every head needs to keep this share of its weight
     retained: RetainedSet = _RETAINED
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class PageRule:
             counts = oracle_pages(candidates, 1.0 - candidates.sum(dim=-1), self.promise).tolist()
         else:
             assert self.ratio is not None
-            counts = [SelectionSpec(budget_ratio=self.ratio).budget_pages(end - first) for _ in heads]
+            counts = [SelectionSpec(ranked=True, budget_ratio=self.ratio).budget_pages(end - first) for _ in heads]
         if self.order == "random":
             rng = random.Random(f"{layer} {tokens}")
             return [rng.sample(range(first, end), counts[head]) for head in heads]
@@ -61,7 +61,7 @@ class PageRule:
 
 
 class ReferenceSession(AttentionSession):
-    """While entered, decode rows of the model read what `rule` chooses; rows of a prefill attend to all before them.
+    """While entered, the model's decode rows read what `rule` chooses; a prefill's rows attend to all before them.
 
     Keys and values come with each call, so nothing is kept between calls and any cache may be decoded from.
     """
@@ -77,7 +77,7 @@ class ReferenceSession(AttentionSession):
     keeps_request_state = False
 
     def adopt(self) -> None:
-        """As of a SparseSession; here every call does."""
+        """As in a SparseSession; here every call takes the sequence over."""
 
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""

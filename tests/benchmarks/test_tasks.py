@@ -1,4 +1,4 @@
-"""The runner from end to end on a random model: what it asks, keeps, goes on with and refuses."""
+"""The runner from end to end on a random model: what it asks, keeps, resumes and refuses."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.benchmarks.tiny import byte_tokenizer, tiny_model
 
 @pytest.fixture
 def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The model's folder; results are kept nowhere, and the commit is `abc`."""
+    """The model's folder. No results are saved, and the commit is `abc`."""
     path = tmp_path / "tiny"
     tiny_model().save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
@@ -46,8 +46,8 @@ def test_rows_compare_selections_with_full_attention(model_path: Path, tmp_path:
         assert found[name]["answer_ids"] == found["full"]["answer_ids"]
         assert found[name]["kept_worst"] > 1 - 1e-5
         assert found[name]["output_error_mean"] < 1e-5
-    assert found["full"]["bytes_read"] == found["oracle-everything"]["bytes_read"] == 1
-    assert found["everything"]["bytes_read"] > 1  # summaries too
+    for name in ("full", "everything", "oracle-everything"):  # a threshold of 1 needs no summaries
+        assert found[name]["bytes_read"] == 1
     for name in ("quest-2%", "random-5%"):
         assert found[name]["bytes_read"] < 0.5
         assert found[name]["kept_mean"] < 0.9

@@ -1,6 +1,6 @@
 """What all kernel tests share: one torch thread, the same numbers every run, and each instruction set by name.
 
-Small tensors everywhere: one torch thread is faster, and leaves the machine to the native pool.
+All tensors are small, so one torch thread is faster, and it leaves the machine to the native pool.
 """
 
 from collections.abc import Iterator
@@ -48,6 +48,6 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
 def geometry(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """A layer's heads and blocks, as arguments of `Shape`; few, for tests that are long."""
+    """A layer's heads and blocks, as arguments of `Shape`. They are few, for long tests."""
     names = ("num_q_heads", "num_kv_heads", "head_dim", "block_tokens")
     return dict(zip(names, request.param, strict=True))

@@ -1,4 +1,4 @@
-"""A layer with Fluxion's states beside the reference of every request: whether each step did the same."""
+"""Compares a layer with Fluxion's states to the reference of every request, step by step."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ and values of two bytes are summed up as such by some instruction sets."""
 
 
 def some_predictor(shape: Shape, retained: RetainedSet, seed: int = 0) -> Predictor:
-    """A random one, scaled by what a layer of the shape shows: heads get unlike budgets, and a few stream."""
+    """A random predictor, scaled by the features of such a layer: heads get unlike budgets, and a few stream."""
     states = fluxion_layer(native_predictor(constant_predictor(0.5)), layer=LAYER_INDEX, tau=TAU)
     layer = ServedLayer(replace(shape, dtype=torch.float32, isa="auto"), num_blocks=80, seed=99, fluxion=states)
     requests = [layer.start() for _ in range(3)]
@@ -58,7 +58,7 @@ def some_predictor(shape: Shape, retained: RetainedSet, seed: int = 0) -> Predic
 
 
 def constant_predictor(base_budget: float, growth: float = 0.0, *, streams: bool = False) -> Predictor:
-    """One that says the same of every head."""
+    """A predictor that says the same of every head."""
     predictor = Predictor().eval()
     predictor.target_mean.copy_(torch.tensor([base_budget, growth]))
     with torch.no_grad():
@@ -82,7 +82,7 @@ class MirroredFluxion:
         dense_tokens: int = 0,
         layer: ServedLayer | None = None,
     ) -> None:
-        """With `layer` that one, of the same shape, which gets the states."""
+        """Give the states to `layer`, which has the same shape, or to a new layer."""
         self.retained, self.predictor = retained, predictor
         self.attributed, self.dense_tokens = attributed, dense_tokens
         codes, self.split = shape.summary in ("key_codes", "split_codes"), shape.summary == "split_codes"
@@ -95,7 +95,7 @@ class MirroredFluxion:
         self.layer = layer or ServedLayer(shape, num_blocks=num_blocks)
         self.layer.fluxion = states
         self.sequences: dict[int, FluxionSequence] = {}
-        self.excuses: list[str] = []  # what differs because the reference itself is within rounding of it
+        self.excuses: list[str] = []  # differences where the reference itself is within rounding of them
         self.anchors_on_a_limit = set[tuple[int, int]]()
         self.pages: list[list[list[int]]] = []  # of the last step, by request and KV head
         self.steps: list[FluxionStep | None] = []
@@ -125,7 +125,7 @@ class MirroredFluxion:
         del self.sequences[request.slot]
 
     def step(self, *rows: tuple[Request, int], **options: Any) -> Step:
-        """One step of the layer, compared; what it returns is the layer's own."""
+        """Run one step of the layer and compare it with the references. Returns the layer's own result."""
         selection = SelectionSpec(attributed=self.attributed)
         step = self.layer.step(rows, retained=self.retained, selection=selection, **options)
         wanted, first = torch.zeros(step.query.shape, dtype=torch.float64), 0
@@ -141,7 +141,7 @@ class MirroredFluxion:
         return step
 
     def _expect(self, index: int, request: Request, query: Tensor, decodes: bool) -> Tensor:
-        """What the rows should have given, after all that led to it has been compared."""
+        """Compare all that led to the rows' output, and return what that output should be."""
         sequence = self.sequences[request.slot]
         exact = causal_attention(query, request.key, request.value, sequence.scale)
         if not decodes:
@@ -170,13 +170,13 @@ class MirroredFluxion:
         return torch.cat(out)[None]
 
     def _compare_features(self, index: int, request: Request, result: FluxionStep) -> Tensor:
-        """The layer's features [q_heads, 41], which are the reference's."""
+        """Check that the layer's features [q_heads, 41] are the reference's, and return them."""
         attention = self.layer.attention
         features = torch.cat([attention.last_features(index, head) for head in range(attention.num_kv_heads)])
-        size = result.features.abs() + result.features.abs().mean(dim=0)  # a difference of large numbers may be small
+        size = result.features.abs() + result.features.abs().mean(dim=0)  # it may be a difference of large numbers
         error = (features - result.features).abs() / size.clamp(min=0.05)
         tolerance = FEATURE_TOLERANCE[self.layer.shape.row_dtype]
-        if error[:, BUDGET_COLUMNS].max() > tolerance:  # an error on the limit: a block more or fewer
+        if error[:, BUDGET_COLUMNS].max() > tolerance:  # on the limit an error takes a block more or fewer
             self.anchors_on_a_limit.add((request.slot, self.sequences[request.slot].anchor_tokens))
         error[:, BUDGET_COLUMNS] = 0
         assert error.max() < tolerance, {
@@ -195,7 +195,7 @@ class MirroredFluxion:
         granularity: int,
         blocks: list[int],
     ) -> list[int]:
-        """The pages that were read, which are those of the best blocks."""
+        """Check that the pages read are those of the best blocks, and return them."""
         segments = Segments.of(self.retained, len(key))
         pages = self.layer.attention.last_plan(index, kv_head)
         if granularity == 0:

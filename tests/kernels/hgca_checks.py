@@ -1,4 +1,4 @@
-"""A layer with HGCA's state beside the reference of every request and KV head: whether each step did the same."""
+"""Compares a layer with HGCA's state to the reference of every request and KV head, step by step."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ class MirroredLayer:
         num_blocks: int = 64,
         layer: ServedLayer | None = None,
     ) -> None:
-        """With `layer` that one, which was made for the same."""
+        """Check `layer`, which was made for the same arguments, or a new layer."""
         self.salience, self.retained = salience, retained
         self.layer = layer or ServedLayer(shape, num_blocks=num_blocks, salience=salience, retained=retained)
         self.heads: dict[int, list[HgcaHead]] = {}
@@ -47,7 +47,7 @@ class MirroredLayer:
         del self.heads[request.slot], self.tokens[request.slot]
 
     def step(self, *rows: tuple[Request, int], **options: Any) -> Step:
-        """One step of the layer, compared; what it returns is the layer's own."""
+        """Run one step of the layer and compare it with the references. Returns the layer's own result."""
         step = self.layer.step(rows, **options)
         wanted = torch.zeros(step.query.shape, dtype=torch.float64)
         first = 0
@@ -59,7 +59,7 @@ class MirroredLayer:
         return step
 
     def _expect(self, request: Request, query: Tensor, decodes: bool) -> Tensor:
-        """What the rows should have given, after the state has been compared."""
+        """Compare the state, and return what the rows' output should be."""
         shape, tokens = self.layer.shape, len(request.key)
         sparse = decodes and self.tokens[request.slot] == tokens - 1
         rows = query.unflatten(1, (shape.num_kv_heads, -1))
@@ -78,7 +78,7 @@ class MirroredLayer:
         return torch.cat(out, dim=1)
 
     def _compare_salient(self, request: Request, kv_head: int, head: HgcaHead) -> None:
-        """The same entries in the same order, but for those on the limit, which then count as the layer judged them."""
+        """Check that entries and their order agree. Those on the limit may differ; the layer's judgement counts."""
         assert self.layer.hgca is not None
         packed = self.layer.hgca.salient(request.slot, kv_head)
         for position in set(packed) ^ set(head.salient):

@@ -1,6 +1,6 @@
 """One attention layer as a server drives it: requests in shuffled blocks of memory that was never zeroed.
 
-The logical K and V of every request are kept beside the packed cache, so that the references can be asked at any time.
+Besides the packed cache, the logical K and V of every request are kept, so the references can be asked at any time.
 """
 
 import math
@@ -64,7 +64,7 @@ class Request:
 class Step:
     """One forward pass: what went in, by request, and what came out."""
 
-    requests: list[Request]  # as of after the step
+    requests: list[Request]  # as they are after the step
     query_lens: list[int]
     decode_mask: list[bool]
     query: Tensor  # [tokens, q_heads, head_dim]
@@ -87,7 +87,7 @@ class ServedLayer:
         retained: RetainedSet | None = None,
         fluxion: _native.FluxionLayer | None = None,
     ) -> None:
-        """With `salience`, and then `retained`, the layer keeps HGCA's state, with `fluxion` that; each by slot."""
+        """Keep HGCA's state if `salience` and `retained` are given, and Fluxion's if `fluxion` is; each by slot."""
         self.shape = shape
         self.generator = torch.Generator().manual_seed(seed)
         self.attention = NativeAttention(
@@ -119,7 +119,7 @@ class ServedLayer:
         return Request(empty, empty)
 
     def finish(self, request: Request) -> None:
-        """Give the blocks back, to be the next ones that are used, their contents as they are."""
+        """Free the blocks without clearing them. They are the next ones to be used."""
         self.free_blocks[:0] = request.blocks
         request.blocks = []
 
@@ -172,14 +172,14 @@ class ServedLayer:
     def batch(
         self, requests: Sequence[Request], query_lens: Sequence[int], decode_mask: Sequence[bool], slots: Sequence[int]
     ) -> NativeBatch:
-        """The batch of `query_lens` latest tokens of each request; unused entries of the block table are invalid."""
+        """The batch of each request's latest `query_lens` tokens; unused entries of the block table are invalid."""
         widest = max((len(request.blocks) for request in requests), default=0)
         block_table = torch.full((len(requests), widest + 2), -1, dtype=torch.int32)
         for row, request in zip(block_table, requests, strict=True):
             row[: len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
         return NativeBatch.from_tensors(
             torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
-            torch.tensor([len(request.key) for request in requests], dtype=torch.int32),
+            torch.tensor(self.lengths(requests, query_lens), dtype=torch.int32),
             block_table,
             torch.tensor(slots, dtype=torch.int64),
             torch.tensor(decode_mask, dtype=torch.bool),
@@ -187,6 +187,10 @@ class ServedLayer:
             if self.hgca or self.fluxion
             else None,
         )
+
+    def lengths(self, requests: Sequence[Request], query_lens: Sequence[int]) -> list[int]:
+        """The requests' lengths as the batch gives them. `query_lens` tokens of each are new."""
+        return [len(request.key) for request, _ in zip(requests, query_lens, strict=True)]
 
     def _append_slots(self, request: Request, num_tokens: int) -> list[int]:
         """Slots of the next tokens of a request, in blocks taken from the free ones as they are needed."""

@@ -62,7 +62,7 @@ def check_step(layer: ServedLayer, step: Step) -> list[str]:
 
 
 def attend_read(layer: ServedLayer, step: Step, query: Tensor, key: Tensor, value: Tensor, pages: list[int]) -> Tensor:
-    """Attention over the retained set and some candidates, which the unread may count for."""
+    """Attention over the retained set and some candidates, to which unread weight may be attributed."""
     shape, first_page, end_page = layer.shape, *step.retained.candidate_range(len(key))
     retained = step.retained.retained_pages(len(key))
     if shape.summary != "key_codes" or not step.selection.attributed or not pages:
@@ -94,16 +94,16 @@ def page_scores(layer: ServedLayer, step: Step, query: Tensor, key: Tensor, valu
 
 
 def same_pages(pages: list[int], expected: list[int], step: Step) -> bool:
-    """Page for page where a threshold makes the order count; otherwise the same pages, each once, in any order."""
+    """Whether the pages agree: in order if a threshold makes the order count, otherwise in any order, each once."""
     return pages == expected if step.selection.threshold < 1 else sorted(pages) == sorted(expected)
 
 
 def near_tie(pages: list[int], result: ProgressiveResult, scores: dict[int, float], step: Step, tie: float) -> str:
-    """Why `pages` may differ from the reference's, or nothing: a tie of scores, or P_acc on the threshold."""
+    """Why `pages` may differ from the reference's: tied scores, or P_acc on the threshold. Empty if they may not."""
     if len(set(pages)) != len(pages) or not set(pages) <= set(scores):
         return ""
     if step.selection.threshold == 1:
-        # The same number of pages, and those that differ are no better and no worse.
+        # There are as many pages, and those that differ are no better and no worse.
         differing = set(pages) ^ set(result.pages)
         spread = max(scores[page] for page in differing) - min(scores[page] for page in differing)
         tied = len(pages) == len(result.pages) and spread < tie
@@ -117,10 +117,10 @@ def near_tie(pages: list[int], result: ProgressiveResult, scores: dict[int, floa
 
 
 def near_threshold(pages: list[int], result: ProgressiveResult, step: Step) -> str:
-    """Why reading may stop sooner or later than the reference, or nothing."""
+    """Why reading may stop sooner or later than the reference; empty if it may not."""
     microbatch_pages = step.selection.microbatch_pages
     if step.selection.estimated_remainder:
-        # What is expected of the unread decides too: the same order, cut a microbatch earlier or later.
+        # The estimate of what is unread decides, too: the order is the same, cut a microbatch earlier or later.
         further = abs(len(pages) - len(result.pages))
         return "P_acc is near the threshold" if further <= microbatch_pages else ""
     decided = min(len(pages), len(result.pages)) // microbatch_pages - 1

@@ -1,4 +1,4 @@
-"""Keys that are long beside what tells them apart, by a large bias: what they have in common is not encoded."""
+"""A large bias makes keys much longer than what tells them apart. What they have in common is not encoded."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import score_pages
 from vllm_hybrid_sparse.runtime.loaded_blocks import LoadedBlocks
 from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 
-BIAS = 150.0  # of eight pairs of dims of KV head 0; KV head 1 has none. Its length is 424; Qwen2.5-7B has such layers
-QUERY_BIAS = 10.0  # the deviation of what queries have in these dims
-TURN = 2.4e-4  # of these pairs by rotary embeddings, radians a token: pair 58 of 64 at a base of 10,000
-TOPICS, TOPIC_TOKENS = 40, 32  # what keys are about, and for how many tokens
+BIAS = 150.0  # in eight pairs of dims of KV head 0, none in KV head 1. Its length is 424; Qwen2.5-7B has such layers
+QUERY_BIAS = 10.0  # deviation of what is added to queries in these dims
+TURN = 2.4e-4  # by which rotary embeddings turn these pairs, radians a token: pair 58 of 64 at a base of 10,000
+TOPICS, TOPIC_TOKENS = 40, 32  # number of topics of the keys, and the tokens of each stay with one
 STRETCH = 16 * COMMON_KEY_PAGES
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
@@ -40,7 +40,7 @@ def topics(shape: Shape) -> Tensor:
 
 
 def served(shape: Shape, tokens: int) -> tuple[ServedLayer, Request]:
-    """A request in chunks and token by token."""
+    """A layer and its request, which came in chunks and token by token."""
     layer = ServedLayer(shape, num_blocks=(tokens + 200) // shape.block_tokens)
     request = layer.start()
     for count in (9, 700, 3, *([1] * 30), tokens - 742):
@@ -49,7 +49,7 @@ def served(shape: Shape, tokens: int) -> tuple[ServedLayer, Request]:
 
 
 def expected_weights(query: Tensor, keys: Tensor, shape: Shape) -> Tensor:
-    """Of the pages of one KV head, stretch by stretch."""
+    """Weights that the reference expects for the pages of one KV head, stretch by stretch."""
     weights = []
     for begin in range(0, len(keys), STRETCH):
         stretch = keys[begin : begin + STRETCH]
@@ -118,7 +118,7 @@ def test_nothing_changes_where_keys_have_little_in_common(dtype: torch.dtype) ->
 
 
 def test_summaries_that_are_made_anew_are_less_it_too() -> None:
-    """Of two sequences that share their first blocks, as a KV connector loads them."""
+    """The case: a KV connector loads two sequences that share their first blocks."""
     layer, first = served(Shape(num_q_heads=6, summary="key_codes", common_keys=True, num_threads=2), 1710)
     second = Request(first.key[:768], first.value[:768], first.blocks[:24])
     layer.step([(second, 150)], tokens=biased(layer.shape, 150, 5000))
@@ -132,6 +132,6 @@ def test_summaries_that_are_made_anew_are_less_it_too() -> None:
     for blocks in whole:
         assert torch.equal(layer.kv_cache[blocks], before[blocks])
     tail = torch.tensor(whole[0][20:], dtype=torch.int32)
-    layer.attention.summarize(layer.kv_cache, tail)  # as if a sequence began with them
+    layer.attention.summarize(layer.kv_cache, tail)  # as if a sequence began with these blocks
     assert not torch.equal(layer.kv_cache[whole[0]], before[whole[0]]), "the case is not tested"
     assert LoadedBlocks.of([[]]) is None

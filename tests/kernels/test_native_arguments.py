@@ -25,6 +25,7 @@ RIGHT: dict[str, Any] = {
     [
         ({"dtype": torch.float64}, "dtype=torch.float64: must be bfloat16, float16, float32 or float8_e4m3fn"),
         ({"num_q_heads": 5}, "num_q_heads=5: must be a multiple of num_kv_heads=2"),
+        ({"num_q_heads": 0}, "num_q_heads=0: must be a multiple of num_kv_heads=2"),
         ({"num_kv_heads": 0}, "num_kv_heads=0"),
         ({"head_dim": 40}, "head_dim=40: must be a multiple of 16"),
         ({"head_dim": 528}, "head_dim=528"),
@@ -89,10 +90,14 @@ def test_a_batch_of_the_wrong_shape_is_refused_by_name(name: str, wrong: torch.T
         ("query", torch.zeros(2, 4, 64)),
         ("query", torch.zeros(3, 4, 32)),
         ("query", torch.zeros(3, 64, 4).transpose(1, 2)),
+        ("query", torch.zeros(3, 4, 64, device="meta")),
         ("key", torch.zeros(3, 4, 64)),
         ("value", torch.zeros(3, 128)),
         ("output", torch.zeros(3, 2, 64)),
         ("kv_cache", torch.zeros(2, 64, dtype=torch.uint8)),
+        ("kv_cache", torch.zeros(2, 2**20, dtype=torch.uint8, device="meta")),
+        ("sinks", torch.zeros(3)),
+        ("sinks", torch.zeros(4, device="meta")),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(name: str, wrong: torch.Tensor) -> None:
@@ -109,3 +114,28 @@ def test_tensors_that_do_not_fit_are_refused_by_name(name: str, wrong: torch.Ten
     }
     with pytest.raises(KernelError, match=f"^{name}"):
         layer.attention.forward(**(right | {name: wrong}))
+
+
+def test_a_key_without_its_value_is_refused() -> None:
+    layer = ServedLayer(Shape(), num_blocks=2)
+    query, new, batch = torch.zeros(3, 4, 64), torch.zeros(3, 2, 64), NativeBatch.from_tensors(**BATCH)
+    for key, value in ((new, None), (None, new)):
+        with pytest.raises(KernelError, match="=None: give both key and value, or neither"):
+            layer.attention.forward(
+                query, key, value, layer.kv_cache, batch, SelectionSpec(), RetainedSet(), query.clone()
+            )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        ({"slot_mapping": torch.tensor([0, 32, 64])}, "slot_mapping=64: must be below 2 blocks of 32 tokens"),
+        ({"seq_lens": torch.tensor([33, 2], dtype=torch.int32)}, "seq_lens=33: the block table names 1 blocks of 32"),
+    ],
+)
+def test_what_lies_outside_the_cache_is_refused(wrong: dict[str, torch.Tensor], rule: str) -> None:
+    layer = ServedLayer(Shape(), num_blocks=2)
+    query, new = torch.zeros(3, 4, 64), torch.zeros(3, 2, 64)
+    batch = NativeBatch.from_tensors(**(BATCH | wrong))
+    with pytest.raises(KernelError, match=f"^{rule}"):
+        layer.attention.forward(query, new, new, layer.kv_cache, batch, SelectionSpec(), RetainedSet(), query.clone())

@@ -1,4 +1,4 @@
-"""Keys and values in eight bits (e4m3): what is stored of every number, and what is read of every byte."""
+"""Keys and values in eight bits (e4m3): how every number is stored, and how every byte is read."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def layer_of(head_dim: int, isa: str = "auto") -> ServedLayer:
 
 
 def tokens_of(values: torch.Tensor) -> torch.Tensor:
-    """Queries and keys of zero beside these values: [tokens, 3, head_dim]."""
+    """These values, with queries and keys of zero: [tokens, 3, head_dim]."""
     return torch.stack((torch.zeros_like(values), torch.zeros_like(values), values), dim=1)
 
 
@@ -34,5 +34,5 @@ def test_every_bf16_is_stored_as_the_nearest_and_no_larger_than_the_largest() ->
 def test_every_byte_is_read_as_the_number_it_is(isa: str) -> None:
     numbers = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()[None]
     layer = layer_of(head_dim=256, isa=isa)
-    step = layer.step([(layer.start(), 1)], tokens=tokens_of(numbers))  # it sees itself alone
+    step = layer.step([(layer.start(), 1)], tokens=tokens_of(numbers))  # the token sees only itself
     torch.testing.assert_close(step.output[0].float(), numbers, rtol=0, atol=0, equal_nan=True)

@@ -28,7 +28,7 @@ def small(**changes: Any) -> Shape:
 
 
 def _dtypes_and_summaries() -> list[Any]:
-    """Each dtype with each summary, one of them where there is no time for all."""
+    """Each dtype with each summary. All but one summary of each dtype are marked slow."""
     often = {
         torch.bfloat16: "key_codes",
         torch.float16: "minmax",
@@ -91,7 +91,7 @@ def test_a_granularity_that_is_asked_for_is_kept(isa: str, granularity: int, sum
 def test_unread_weight_goes_to_the_candidates_read(
     isa: str, granularity: int, threads: int, share: float, summary: str
 ) -> None:
-    """Of the heads that select some; with all blocks read, or none, nothing is given."""
+    """This holds for heads that select some blocks. If all blocks are read, or none, nothing is given."""
     shape = small(isa=isa, summary=summary, num_threads=threads)
     for predictor in (some_predictor(shape, RETAINED), constant_predictor(1.0), constant_predictor(1.0, streams=True)):
         mirror = MirroredFluxion(shape, predictor, RETAINED, granularity=granularity, attributed=share)
@@ -112,7 +112,7 @@ def test_a_request_that_grows_token_by_token_from_its_first() -> None:
 
 
 def test_a_short_request_attends_to_everything_until_it_has_grown() -> None:
-    """The last row that did so becomes the anchor of the first that chooses."""
+    """The last row that attends to everything becomes the anchor of the first row that chooses."""
     mirror = MirroredFluxion(small(), constant_predictor(0.1), RETAINED, granularity=16, dense_tokens=120)
     request, longer = mirror.start(), mirror.start()
     mirror.step((request, 110), (longer, 121))
@@ -182,7 +182,7 @@ def test_with_all_heads_streaming_it_is_the_retained_set_alone(isa: str, threads
     assert_close(step.output[:1], causal_attention(step.query[:1], key, value, shape.scale))
     stats = mirror.layer.attention.stats()
     assert (stats.streaming, stats.summaries_scored) == (2, 0)
-    assert stats.pages_read == 2 * (1 + 3 + 1)  # two KV heads: the sink and the window; the short request's page
+    assert stats.pages_read == 2 * (1 + 3 + 1)  # two KV heads: sink, window; the short request's page
     assert stats.pages_total == 2 * (13 + 1)
 
 
@@ -195,16 +195,16 @@ def test_what_was_read_is_counted() -> None:
     stats = mirror.layer.attention.stats()
     selected = sum(len(pages) for pages in mirror.pages[0])
     assert stats.pages_candidate == stats.summaries_scored == 2 * 20
-    assert 2 * 5 < selected < 2 * 3 * 5  # a quarter for each of three heads that share some
+    assert 2 * 5 < selected < 2 * 3 * 5  # a quarter for each of three heads, which share some
     assert stats.pages_read == 2 * 4 + selected
-    assert stats.anchor_pages == 2 * (23 + 20)  # all of the prompt's for the segments, its candidates for the budgets
+    assert stats.anchor_pages == 2 * (23 + 1 + 20)  # all for the segments, then sink and candidates for the moments
     mirror.step((request, 1))
     assert mirror.layer.attention.stats().anchor_pages == stats.anchor_pages
 
 
 @pytest.mark.parametrize("summary", ["minmax", "split_codes"])
 def test_threads_do_not_change_what_is_read(summary: str) -> None:
-    """One thread does as the reference does, and several as the one."""
+    """One thread matches the reference, and several threads match the one."""
     outputs, plans = list[torch.Tensor](), list[list[list[int]]]()
     for threads in (1, 2, 5):
         shape = small(num_threads=threads, summary=summary)
@@ -213,7 +213,7 @@ def test_threads_do_not_change_what_is_read(summary: str) -> None:
         compared = mirror.step if threads == 1 else lambda *rows, layer=layer: layer.step(rows, retained=RETAINED)
         compared((requests[0], 60))
         for _ in range(10):
-            compared((requests[1], 480))  # 4800 tokens, of which two parts are scored
+            compared((requests[1], 480))  # 4800 tokens, scored in two parts
         outputs.append(compared(*((request, 1) for request in requests)).output)
         plans.append([layer.attention.last_plan(row, kv_head) for row in range(2) for kv_head in range(2)])
     assert any(plans[0])
@@ -236,7 +236,7 @@ def test_a_released_slot_forgets_and_a_resumed_request_observes_anew(dtype: torc
     assert len(states.anchor(first.slot)) == 6 * len(FEATURES)
     mirror.release(first)
     assert states.anchor(first.slot) == []
-    states.release(99)  # has no state
+    states.release(99)  # this slot has no state
 
     resumed = mirror.start()
     mirror.step((resumed, 230), tokens=tokens[:230])

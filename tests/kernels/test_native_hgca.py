@@ -44,7 +44,7 @@ def test_requests_at_every_stage_on_every_instruction_set(
     assert [len(range(*pages)) for pages in host_tokens] == [0, 1, 2, 10]
     heads = [salient(mirror, rows[3][0], kv_head) for kv_head in range(shape.num_kv_heads)]
     assert all(0 < len(packed) < 160 for packed in heads)
-    assert min(map(min, heads)) < 160 <= max(map(max, heads))  # by the prompt's rows; by an average, on eviction
+    assert min(map(min, heads)) < 160 <= max(map(max, heads))  # judged by the prompt's rows; by an average, on eviction
 
 
 def test_a_request_that_grows_token_by_token_from_its_first() -> None:
@@ -54,7 +54,7 @@ def test_a_request_that_grows_token_by_token_from_its_first() -> None:
     for _ in range(150):
         mirror.step((request, 1))
         sizes.append(len(salient(mirror, request)))
-    assert sizes[62] == 0  # 63 tokens: sink, window, and a page that is not yet out of it
+    assert sizes[62] == 0  # 63 tokens: sink, window, and a page that has not yet left it
     assert all(later >= earlier for earlier, later in pairwise(sizes))
     assert sizes[-1] > 0
 
@@ -253,7 +253,7 @@ def test_what_was_read_is_counted() -> None:
     mirror.step((request, 1))
     stats = mirror.layer.attention.stats()
     assert stats.pages_total == 19
-    assert stats.pages_candidate == 15  # 16 to 256
+    assert stats.pages_candidate == 15  # tokens 16 to 255
     assert stats.pages_read == 4 + -(-len(salient(mirror, request)) // 16)
     assert stats.summaries_scored == 0
 

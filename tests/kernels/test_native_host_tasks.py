@@ -63,7 +63,7 @@ def test_a_group_attends_to_the_pages_that_are_named(
 def test_scores_of_tokens_are_kept_where_they_are_wanted(
     isa: str, dtype: torch.dtype, heads: int, threads: int
 ) -> None:
-    """Of pages in any order, the last one partly filled; what is attended is the same."""
+    """The pages come in any order, the last one is partly filled. Attention is the same as without scores."""
     shape = Shape(dtype=dtype, num_q_heads=2 * heads, isa=isa, num_threads=threads)
     layer, request, table, query = served(shape, 1003)
     pages = torch.tensor([62, 5, *range(8, 50)], dtype=torch.int32)
@@ -79,7 +79,7 @@ def test_scores_of_tokens_are_kept_where_they_are_wanted(
         key = request.key[16 * page : 16 * page + 16, 1]
         assert_close(by_page[:, place, : len(key)], shape.scale * group.float() @ key.float().T)
     with pytest.raises(
-        KernelError, match=rf"token_scores=\({heads}, 16\) torch.float32: must be contiguous \[{heads}, 704\]"
+        KernelError, match=rf"token_scores=\({heads}, 16\) torch.float32 on cpu: must be contiguous \[{heads}, 704\]"
     ):
         attend_pages(layer.attention, group, layer.kv_cache, table, 1, pages, 1003, torch.empty(heads, 16))
 

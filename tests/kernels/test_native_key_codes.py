@@ -50,7 +50,7 @@ def decode_steps(
     steps: int = 6,
     lengths: tuple[int, ...] = (700, 330),
 ) -> list[str]:
-    """Decode some steps of requests, each checked; returns the rows whose plans were within rounding of another."""
+    """Decode some steps of requests and check each. Returns the rows whose plans were within rounding of another."""
     layer = ServedLayer(shape, num_blocks=(sum(lengths) + 70) // shape.block_tokens + 4)
     rows = [(layer.start(), length) for length in lengths]
     layer.step(rows)
@@ -78,7 +78,7 @@ def test_pages_read_are_the_reference_s(
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("selection", [ESTIMATED, TOPK], ids=["estimated", "topk"])
 def test_long_rows_are_scored_in_several_parts(selection: SelectionSpec, num_threads: int) -> None:
-    """By 128 pages on a thread, and by a thread's share."""
+    """Parts are 128 pages on one thread, and otherwise a thread's share."""
     shape = Shape(summary="key_codes", num_threads=num_threads)
     assert len(decode_steps(shape, selection, sharpness=2.0, steps=2, lengths=(4200, 330))) <= 2  # of 8 rows
 
@@ -87,7 +87,7 @@ def test_long_rows_are_scored_in_several_parts(selection: SelectionSpec, num_thr
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("code_bits", [1, 2])
 def test_wide_heads(isa: str, dtype: torch.dtype, code_bits: int) -> None:
-    """Wider than what one pass over a code takes."""
+    """The heads are wider than one pass over a code takes."""
     shape = Shape(isa=isa, dtype=dtype, head_dim=256, scale=0.0625, summary="key_codes", code_bits=code_bits)
     assert len(decode_steps(shape, ESTIMATED, sharpness=2.0, steps=3)) <= 2  # of 12 rows
 
@@ -149,7 +149,7 @@ def test_unread_weight_goes_to_the_candidates_read(
 
 
 def test_the_share_that_is_attributed_shows() -> None:
-    """Outputs over the same pages move with the share, and not where everything is read."""
+    """Outputs over the same pages change with the share, but not if everything is read."""
 
     def outputs(selection: SelectionSpec) -> list[Tensor]:
         layer = ServedLayer(Shape(summary="key_codes"), num_blocks=30)

@@ -1,5 +1,7 @@
 """What the CPU kernel writes, and that it reads nothing else: packing, summaries, skipped rows, blocks used again."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -17,8 +19,16 @@ PROGRESSIVE = SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=2)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
 
+class StoringLayer(ServedLayer):
+    """A layer whose single rows attend to nothing: a device decodes them."""
+
+    def lengths(self, requests: Sequence[Request], query_lens: Sequence[int]) -> list[int]:
+        told = super().lengths(requests, query_lens)
+        return [0 if query_len == 1 else length for query_len, length in zip(query_lens, told, strict=True)]
+
+
 def check_memory(layer: ServedLayer, request: Request) -> None:
-    """The packed cache of a request holds its K and V, and of every full page the summary, bit for bit."""
+    """Check bit for bit that a request's packed cache holds its K and V, and the summary of every full page."""
     layout, block_tokens, num_tokens = layer.shape.layout, layer.shape.block_tokens, len(request.key)
     for index, block in enumerate(request.blocks):
         key, value, summaries = layout.unpack(layer.kv_cache[block], layer.shape.num_kv_heads)
@@ -46,6 +56,17 @@ def test_blocks_hold_what_was_appended(
         layer.step(list(zip(requests, chunks, strict=True)))
         for request in requests:
             check_memory(layer, request)
+
+
+@pytest.mark.parametrize("summary", ["minmax", "cuboid_mean"])
+def test_rows_that_are_only_stored_fill_pages_whose_summaries_are_right(summary: str) -> None:
+    layer = StoringLayer(Shape(summary=summary), num_blocks=10)
+    requests = [layer.start(), layer.start()]
+    layer.step(list(zip(requests, (40, 90), strict=True)))
+    for _ in range(60):
+        layer.step([(request, 1) for request in requests])
+    for request in requests:
+        check_memory(layer, request)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

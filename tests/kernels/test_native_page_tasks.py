@@ -1,4 +1,4 @@
-"""What each group may read, chosen for all rows at once, is what the selectors say of the same scores."""
+"""The pages that each group may read, chosen for all rows at once, are what the selectors choose by the same scores."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ SELECTIONS = {
         ranked=True, threshold=0.9, microbatch_pages=4, max_pages=9, estimated_remainder=True, attributed=0.5
     ),
 }
-CASES = [  # only key codes say what is unread, and are set against the retained set
+CASES = [  # only key codes estimate what is unread and are compared with the retained set
     (name, summary, log_weight)
     for name, selection in SELECTIONS.items()
     for summary, log_weights in (("minmax", [3.0]), ("cuboid_mean", [3.0]), ("key_codes", [-20.0, 3.0, 60.0]))
@@ -41,7 +41,7 @@ CASES = [  # only key codes say what is unread, and are set against the retained
 
 
 class Rows:
-    """Decode rows of some requests, and what the retained sets of each are said to weigh."""
+    """Decode rows of some requests, with given weights of their retained sets."""
 
     def __init__(self, shape: Shape, log_weight: float) -> None:
         self.layer = ServedLayer(shape, num_blocks=sum(LENGTHS) // shape.block_tokens + 20)
@@ -70,8 +70,7 @@ def check_group(rows: Rows, selection: SelectionSpec, group: GroupKey, ordered: 
     """Pages, share and rest of one group against the selectors."""
     weighs = rows.layer.attention.summary == "key_codes"
     first, end = RETAINED.candidate_range(LENGTHS[group.row])
-    limited = selection.budget_ratio < 1 or selection.max_pages is not None
-    all_fit = limited and selection.threshold == 1 and selection.budget_pages(end - first) == end - first
+    all_fit = selection.threshold == 1 and selection.budget_pages(end - first) == end - first
     if not selection.ranked or first == end or all_fit:  # nothing to choose
         assert ordered.pages.tolist() == list(range(first, end))
         assert ordered[1:] == (0, 0, 1.0, None)
@@ -105,7 +104,7 @@ def check_group(rows: Rows, selection: SelectionSpec, group: GroupKey, ordered: 
 
 
 def check_expected(selection: SelectionSpec, retained: np.ndarray, scores: np.ndarray, ordered: OrderedPages) -> None:
-    """The first pages are enough if the estimates hold, and a microbatch less is not; all, where nothing is."""
+    """By the estimates, the expected pages are enough and a microbatch less is not, or all pages are expected."""
     if not selection.estimated_remainder:
         assert ordered.expected == 0
         return
@@ -119,7 +118,7 @@ def check_expected(selection: SelectionSpec, retained: np.ndarray, scores: np.nd
 
 
 def _cases_and_groups() -> list[Any]:
-    """Each case with both groups, one of them where there is no time for all."""
+    """Each case with both groups, one of which is marked slow."""
     groups = [(1, 3), (3, 1)]  # query heads, threads
     return [
         pytest.param(*case, *group, marks=[] if group == groups[number % 2] else [pytest.mark.slow])
@@ -144,7 +143,7 @@ def test_groups_read_what_the_selectors_say(
 
 
 def test_groups_may_attend_between_the_two_calls() -> None:
-    """Where a page could not be loaded the host attends to it meanwhile."""
+    """The host attends to a page in between if it could not be loaded."""
     rows = Rows(Shape(summary="key_codes"), 3.0)
     selection, attention = SELECTIONS["estimated"], rows.layer.attention
     expected = rows.ordered(selection)
@@ -160,10 +159,10 @@ def test_wrong_tensors_are_refused() -> None:
     rows = Rows(Shape(), 0.0)
     native = native_selection(SELECTIONS["topk"], RETAINED)
     attention, kv_cache = rows.layer.attention, rows.layer.kv_cache
-    with pytest.raises(KernelError, match=r"query=\(4, 4, 64\) torch.float16: must be contiguous \[4, 4, 64\] of"):
+    with pytest.raises(KernelError, match=r"query=\(4, 4, 64\) torch.float16 on cpu: must be contiguous \[4, 4, 64\]"):
         score_candidates(attention, native, kv_cache, rows.query.half(), rows.batch())
     score_candidates(attention, native, kv_cache, rows.query, rows.batch())
-    with pytest.raises(KernelError, match=r"retained_lse=\(4, 4\) torch.float64: must be contiguous \[4, 4\]"):
+    with pytest.raises(KernelError, match=r"retained_lse=\(4, 4\) torch.float64 on cpu: must be contiguous \[4, 4\]"):
         order_candidates(attention, native, rows.retained_lse.double())
-    with pytest.raises(KernelError, match=r"retained_lse=\(3, 4\): must be of the rows scored last"):
+    with pytest.raises(KernelError, match=r"retained_lse=\(3, 4\): must be of as many rows as were scored last"):
         order_candidates(attention, native, rows.retained_lse[:3])

@@ -12,7 +12,7 @@ ULP = 2.0**-14  # of float32 between 512 and 1024
 
 
 def pages_read(isa: str, page_scores: torch.Tensor, wanted: int) -> list[int]:
-    """The pages that `topk` reads where each candidate page has the given score, [pages] exact in float32."""
+    """The pages that `topk` reads if the candidate pages have these scores, [pages] exact in float32."""
     shape = Shape(isa=isa, dtype=torch.float32, **SHAPE)
     layer = ServedLayer(shape, num_blocks=len(page_scores) // 2 + 3)
     request = layer.start()
@@ -58,7 +58,7 @@ def test_of_equal_scores_the_first_pages_are_read(isa: str) -> None:
 def test_scores_that_are_not_finite_end_in_as_many_pages_as_asked_for(
     isa: str, bad: float, spoilt: slice, wanted: int
 ) -> None:
-    """A model that has overflowed answers nonsense, and takes no other request with it."""
+    """A model that has overflowed answers nonsense, but other requests must not fail with it."""
     scores = torch.randn(100)
     scores[spoilt] = bad
     read = pages_read(isa, scores, wanted)

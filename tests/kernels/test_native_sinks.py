@@ -1,4 +1,4 @@
-"""Learned sinks (gpt-oss): every row sees one token more, of a score of its head's own and without a value."""
+"""Learned sinks (gpt-oss): every row sees one more token, which has a score for each head and no value."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
 
 def some_sinks(heads: int) -> torch.Tensor:
-    """From one that counts for nothing to one that takes nearly all."""
+    """Sinks from one that counts for nothing to one that takes nearly all of the weight."""
     return torch.linspace(-30.0, 9.0, heads)
 
 
@@ -46,7 +46,7 @@ def test_prompts_and_rows_that_read_everything(isa: str, dtype: torch.dtype, win
 def test_rows_that_may_choose_and_read_everything(
     isa: str, geometry: dict[str, Any], progressive: bool, summary: str
 ) -> None:
-    """Through the retained set's state, into which the sinks go then."""
+    """For such rows, the sinks go into the retained set's state."""
     scale = geometry["head_dim"] ** -0.5
     layer = ServedLayer(Shape(isa=isa, summary=summary, scale=scale, **geometry), num_blocks=80)
     selection = SelectionSpec(ranked=True) if progressive else SelectionSpec(ranked=True, max_pages=500)
@@ -59,7 +59,7 @@ def test_rows_that_may_choose_and_read_everything(
 
 
 def read_alone(layer: ServedLayer, step: Step, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the one row's heads: attention over the pages that were read, and the share of the whole weight they have."""
+    """Attention of a single row over the pages read, and the share of each head's weight on these and the sink."""
     (request,), group = step.requests, layer.shape.num_q_heads // layer.shape.num_kv_heads
     tokens = len(request.key)
     outputs, kept = [], []
@@ -87,7 +87,7 @@ def test_rows_that_choose_some_pages(isa: str, summary: str) -> None:
 
 @pytest.mark.parametrize("estimated", [False, True])
 def test_a_threshold_is_a_share_of_the_whole_weight_sinks_included(isa: str, estimated: bool) -> None:
-    """So a sink that takes nearly all leaves nothing to be read for its head."""
+    """So if a sink takes nearly all of the weight, nothing is left to read for its head."""
     spec = SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=2, estimated_remainder=estimated)
     counts = []
     for sink in (-math.inf, 8.0, 20.0):
@@ -106,7 +106,7 @@ def test_a_threshold_is_a_share_of_the_whole_weight_sinks_included(isa: str, est
 def test_what_does_not_fit_is_refused() -> None:
     layer = ServedLayer(Shape(), num_blocks=8)
     for wrong in (torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8)[::2]):
-        with pytest.raises(KernelError, match=r"sinks=\(\d,\) torch.\w+: must be contiguous \[4\] of torch.float32"):
+        with pytest.raises(KernelError, match=r"sinks=\(\d,\) torch.\w+ on cpu: must be contiguous \[4\] of"):
             layer.step([(layer.start(), 1)], sinks=wrong)
     judged = ServedLayer(Shape(), num_blocks=8, salience=SalienceSpec(), retained=RetainedSet())
     request = judged.start()

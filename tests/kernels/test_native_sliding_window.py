@@ -11,7 +11,7 @@ from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
 from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
 
-WINDOWS = {  # around pages and blocks; the ends are found alike whatever the dtype
+WINDOWS = {  # around pages and blocks; the ends do not depend on the dtype
     torch.bfloat16: [1, 15, 16, 17, 100, 256],
     torch.float16: [17],
     torch.float32: [16, 100],
@@ -28,7 +28,7 @@ def expected(layer: ServedLayer, step: Step) -> torch.Tensor:
 
 
 def free_what_is_out_of_sight(layer: ServedLayer, request: Request) -> None:
-    """As vLLM does before a step: blocks that no later row sees are given back, and nothing stands in their place."""
+    """Free the blocks that no later row sees, as vLLM does before a step. Nothing stands in their place."""
     shape = layer.shape
     whole = max(0, len(request.key) + 1 - shape.sliding_window) // shape.block_tokens
     for place in range(whole):
@@ -40,7 +40,7 @@ def free_what_is_out_of_sight(layer: ServedLayer, request: Request) -> None:
 
 
 def steps(shape: Shape, *, num_blocks: int = 80) -> None:
-    """Prompts in chunks, alone and beside rows that decode, with blocks freed as they leave the window."""
+    """Run prompts in chunks, alone and with rows that decode; blocks are freed as they leave the window."""
     layer = ServedLayer(shape, num_blocks=num_blocks)
     one, other = layer.start(), layer.start()
     batches = [[(one, 1)], [(one, 37)], [(one, 300), (other, 129)], [(one, 1), (other, 64)]]
@@ -74,7 +74,7 @@ def test_every_geometry(isa: str, geometry: dict[str, Any], threads: int) -> Non
 
 
 def test_a_long_context_is_not_read(isa: str) -> None:
-    """Of 5000 tokens a step reads seven pages a head."""
+    """Of 5000 tokens, a step reads seven pages for each head."""
     shape = Shape(isa=isa, summary="none", sliding_window=100, block_tokens=32, num_threads=2)
     layer = ServedLayer(shape, num_blocks=180)
     request = layer.start()
@@ -88,7 +88,7 @@ def test_a_long_context_is_not_read(isa: str) -> None:
 
 
 def test_a_prompt_in_one_piece_of_any_length(isa: str) -> None:
-    """Also cut over threads, and beside windows of which each row has another beginning."""
+    """Rows are also divided among threads, and every row's window begins elsewhere."""
     shape = Shape(isa=isa, summary="none", sliding_window=700, num_threads=3, num_q_heads=8)
     layer = ServedLayer(shape, num_blocks=300)
     for length in (699, 700, 701, 1500):

@@ -1,4 +1,4 @@
-"""The weights of attention, each to the last bits that its dtype has: from the heaviest token to one of e^-80 of it."""
+"""Attention weights are right to the last bits of their dtype, from the heaviest token's to one of e^-80 of it."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 TOKENS = 509  # neither whole pages nor whole chunks of four
 HEAD_DIM = 16
 BLOCK_TOKENS = 16
-# What may be lost, relative, and the least weight that the dtype's own numbers hold to that. In float32 a score of 80
-# is wrong by up to 4e-6, and so is its exponential; bf16 rounds weights and outputs.
+# The relative error allowed, and the least weight that the dtype can hold that exactly. In float32 a score of 80 is
+# wrong by up to 4e-6, and so is its exponential; bf16 rounds weights and outputs.
 TOLERANCES = {torch.float32: (5e-6, 1e-36), torch.float16: (2**-10, 1e-4), torch.bfloat16: (5.5e-3, 1e-36)}
 
 

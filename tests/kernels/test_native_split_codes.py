@@ -1,4 +1,4 @@
-"""Split codes are key codes in other places: what is stored, what is scored, and how little of it is read."""
+"""Split codes are key codes stored in other places: what is stored, what is scored, and how little is read."""
 
 import pytest
 import torch

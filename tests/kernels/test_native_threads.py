@@ -12,7 +12,7 @@ MORE_THAN_CORES = 24
 
 
 def test_helpers_that_miss_the_end_of_a_session_fall_asleep_all_the_same() -> None:
-    """With more helpers than cores some are off their core while whole sessions pass."""
+    """If there are more helpers than cores, whole sessions pass while some helpers have no core."""
     pool = _native.ThreadPool(MORE_THAN_CORES, helpers=_native.Helpers.own)
     memory = torch.zeros(4096, dtype=torch.uint8)
     for _ in range(5000):
@@ -20,7 +20,7 @@ def test_helpers_that_miss_the_end_of_a_session_fall_asleep_all_the_same() -> No
     time.sleep(0.3)
     begun_s = time.process_time()
     time.sleep(0.5)
-    assert time.process_time() - begun_s < 0.25  # one thread alone that does not sleep takes 0.5 s
+    assert time.process_time() - begun_s < 0.25  # a single thread that does not sleep takes 0.5 s
 
 
 _WITHOUT_THREADS = """

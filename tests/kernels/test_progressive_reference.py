@@ -28,7 +28,7 @@ def run(
 
 
 def keys_of_weights(retained_weight: float) -> torch.Tensor:
-    """Keys [224, 16] whose candidate page p has the exp-sum WEIGHTS[p - 1] for the query e_0, and a value apart."""
+    """Keys [224, 16]: for the query e_0, candidate page p has the exp-sum WEIGHTS[p - 1]."""
     per_token = [retained_weight / 2, *WEIGHTS, retained_weight / 2]
     key = torch.zeros(14 * 16, 16, dtype=torch.float64)
     key[:, 0] = torch.tensor(per_token, dtype=torch.float64).log().repeat_interleave(16) - math.log(16)

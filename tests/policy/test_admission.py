@@ -1,6 +1,7 @@
 """Requests run side by side as far as their working sets fit, in their order, and each of them gets its turn."""
 
 from collections import deque
+from dataclasses import replace
 from itertools import accumulate
 from math import ceil
 
@@ -16,7 +17,7 @@ PROGRESSIVE = SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=16)
 
 selections = st.builds(
     SelectionSpec,
-    ranked=st.booleans(),
+    ranked=st.just(True),
     budget_ratio=st.sampled_from([0.05, 0.5, 1.0]),
     max_pages=st.none() | st.integers(1, 40),
     threshold=st.sampled_from([0.9, 1.0]),
@@ -40,7 +41,7 @@ def admission(layer_pages: int, selection: SelectionSpec | None = PROGRESSIVE, k
         (1, 1),
         (16, 1),
         (17, 2),
-        (336, 21),  # the sink, the window, and the page that it only touches
+        (336, 21),  # the sink, the window, and a page that the window only touches
         (337, 22),
         (100_000, 21 + 2 * 16),
     ],
@@ -78,6 +79,16 @@ def test_the_one_that_fills_the_pool_is_admitted_and_the_next_is_not() -> None:
     assert not admission(3 * of_one - 1).admits([1000, 1000], 1000)
 
 
+def test_resident_contexts_leave_the_rest_of_the_pool_to_the_others() -> None:
+    whole, of_one = 1000 // PAGE_TOKENS + 1, admission(0).working_set_pages(1000)
+    rule = replace(admission(2 * whole + of_one), resident_pages=2 * whole)
+    assert rule.admits([1000, 1000], 1000)
+    assert not rule.admits([1000, 1000, 1000], 1)
+    assert not replace(rule, layer_pages=rule.layer_pages - 1).admits([1000, 1000], 1000)
+    assert not replace(rule, resident_pages=0).admits([1000] * 3, 1000)
+    assert replace(rule, resident_pages=0).admits([1000] * 2, 1000)
+
+
 def test_one_request_always_runs() -> None:
     assert admission(1).admits([], 100_000)
     assert not admission(1).admits([16], 16)
@@ -91,11 +102,11 @@ def test_one_request_always_runs() -> None:
 def test_everyone_gets_a_turn_in_order_and_the_pool_is_never_overrun_but_by_one(
     selection: SelectionSpec, layer_pages: int, arrivals: list[tuple[int, int, int]]
 ) -> None:
-    """Requests come some steps apart, with lengths, and run for some steps; the rule alone decides who joins."""
+    """Requests have a length, come some steps apart and run for some steps. The rule alone decides who joins."""
     rule = admission(layer_pages, selection)
     times = list(accumulate(pause for pause, _, _ in arrivals))
     waiting: deque[int] = deque()
-    running: dict[int, int] = {}  # and the steps that each has left
+    running: dict[int, int] = {}  # steps that each has left
     begun: list[int] = []
     for now in range(sum(pause + steps for pause, _, steps in arrivals) + 1):
         waiting.extend(number for number, time in enumerate(times) if time == now)

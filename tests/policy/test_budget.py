@@ -1,4 +1,4 @@
-"""The selector of eq. 3 against every granularity tried one by one."""
+"""The selector of eq. 3, compared with trying every granularity."""
 
 import math
 
@@ -12,7 +12,7 @@ from vllm_hybrid_sparse.policy.budget import GRANULARITIES, predicted_budgets, s
 def literal(
     base: list[float], growth: list[float], streaming: list[bool], host_tokens: int
 ) -> tuple[int, list[int], float]:
-    """One group, as section 5.3 words it."""
+    """Select for one group, as section 5.3 words it."""
     if all(streaming) or host_tokens == 0:
         return 0, [0] * len(base), 0.0
     best: tuple[float, int, list[float]] | None = None
@@ -22,7 +22,7 @@ def literal(
             for b, k, s in zip(base, growth, streaming, strict=True)
         ]
         volume = 2 * host_tokens / blk + 2 * host_tokens * sum(budgets)
-        if best is None or volume <= best[0]:  # of equals the coarser
+        if best is None or volume <= best[0]:  # of equals, the coarser
             best = volume, blk, budgets
     assert best is not None
     volume, blk, budgets = best

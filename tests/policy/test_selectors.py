@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +13,16 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from numpy.typing import NDArray
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
-from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.policy.selectors import SpecSelector, group_scores, make_selector, rank_pages
+from vllm_hybrid_sparse.policy.selectors import SpecSelector, group_scores, rank_pages
 from vllm_hybrid_sparse.values import SelectionSpec
 
 page_scores = arrays(
     np.float64, array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=20), elements=st.floats(-50, 50)
 )
+
+
+def selector_of(**settings: Any) -> SpecSelector:
+    return SpecSelector(HybridSparseConfig(**settings).selection)
 
 
 @given(page_scores)
@@ -63,31 +67,31 @@ def test_no_candidates_give_an_empty_order(spec: SelectionSpec) -> None:
 
 
 def test_dense_reads_every_page_in_the_order_of_the_request() -> None:
-    selector = make_selector(HybridSparseConfig(policy="dense"))
+    selector = selector_of(policy="dense")
     assert selector.order(np.array([[1.0, 3.0, 2.0]])).tolist() == [0, 1, 2]
     assert not selector.is_done(np.ones(1))
 
 
 @given(page_scores, st.integers(1, 30))
 def test_topk_takes_the_first_pages_of_the_ranking(scores: NDArray[np.float64], topk_pages: int) -> None:
-    selector = make_selector(HybridSparseConfig(policy="topk", topk_pages=topk_pages))
+    selector = selector_of(policy="topk", topk_pages=topk_pages)
     expected = rank_pages(group_scores(scores))[:topk_pages]
     assert selector.order(scores).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(("num_candidates", "expected"), [(1, 1), (20, 1), (21, 2), (100, 5)])
 def test_topk_by_default_takes_five_percent_rounded_up(num_candidates: int, expected: int) -> None:
-    selector = make_selector(HybridSparseConfig(policy="topk"))
+    selector = selector_of(policy="topk")
     assert selector.order(np.zeros((1, num_candidates))).size == expected
 
 
 def test_topk_never_stops_before_its_budget() -> None:
-    assert not make_selector(HybridSparseConfig(policy="topk")).is_done(np.ones(3))
+    assert not selector_of(policy="topk").is_done(np.ones(3))
 
 
 @given(page_scores)
 def test_progressive_may_read_every_page(scores: NDArray[np.float64]) -> None:
-    order = make_selector(HybridSparseConfig(policy="progressive")).order(scores)
+    order = selector_of(policy="progressive").order(scores)
     assert order.tolist() == rank_pages(group_scores(scores)).tolist()
 
 
@@ -95,21 +99,13 @@ def test_progressive_may_read_every_page(scores: NDArray[np.float64]) -> None:
     ("mass", "done"), [([0.96, 0.97], True), ([0.95, 0.97], False), ([0.2, 1.0], False), ([0.951], True)]
 )
 def test_progressive_stops_once_every_head_exceeds_the_threshold(mass: list[float], done: bool) -> None:
-    assert make_selector(HybridSparseConfig(policy="progressive", threshold=0.95)).is_done(np.array(mass)) is done
+    assert selector_of(policy="progressive", threshold=0.95).is_done(np.array(mass)) is done
 
 
 def test_threshold_one_never_stops() -> None:
-    assert not make_selector(HybridSparseConfig(policy="progressive", threshold=1.0)).is_done(np.ones(2))
+    assert not selector_of(policy="progressive", threshold=1.0).is_done(np.ones(2))
 
 
 def test_policies_load_no_torch() -> None:
     program = "import sys, vllm_hybrid_sparse.policy.selectors as s; assert not {'torch', 'vllm'} & set(sys.modules), s"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
-
-
-@pytest.mark.parametrize("policy", ["hgca", "fluxion"])
-def test_hgca_and_fluxion_order_no_pages(policy: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"policy='{policy}': has no order of pages; see kernels/{policy}/reference.py"
-    ):
-        make_selector(HybridSparseConfig(policy=policy))

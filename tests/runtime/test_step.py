@@ -33,7 +33,7 @@ LENGTHS = (1, 15, 16, 17, 33, 48, 49, 64, 65, 200, 333)
 
 
 def serve(model: TieredModel, lengths: Sequence[int], steps: int = 4, **options: Any) -> list[str]:
-    """Prefill requests and decode them side by side, every step checked; the excuses of `check_step`."""
+    """Prefill requests and decode them side by side, checking every step; return the excuses of `check_step`."""
     requests = [model.start() for _ in lengths]
     for request, length in zip(requests, lengths, strict=True):
         for layer, step in zip(model.layers, model.step([(request, length)], decode=False), strict=True):
@@ -54,7 +54,7 @@ def smallest_pool(settings: dict[str, Any], layers: int = 1) -> int:
 @pytest.mark.parametrize("host_share", ["none", "uniform", "length", "queue"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_are_those_of_the_references(policy: str, host_share: str) -> None:
-    """Page for page, with requests of every length around pages and the retained set, sharp and flat attention."""
+    """Page for page, with requests of every length around pages and the retained set."""
     settings = {**SMALL, **POLICIES[policy], "device_pool_pages": 256, "host_share": host_share}
     with TieredModel(settings) as model:
         excuses = serve(model, LENGTHS, sharpness=3.0)
@@ -64,6 +64,15 @@ def test_rows_are_those_of_the_references(policy: str, host_share: str) -> None:
         assert (stats.groups_on_host > 0) == (stats.host_busy_s > 0) == (host_share != "none")
         assert stats.device_busy_s + stats.host_busy_s < 2 * stats.step_s
         assert stats.pages_hit + stats.pages_fetched == stats.pages_wanted
+
+
+@pytest.mark.parametrize("policy", ["topk", "topk-codes", "psa", "codes"])
+def test_pages_that_decoding_fills_are_ranked_by_what_they_hold(policy: str, kind: str) -> None:
+    """A page that is filled becomes a candidate when the window has left it, 32 to 47 steps later."""
+    settings = {**SMALL, **POLICIES[policy], "device_pool_pages": 256, "device": kind, "device_ranking": "host"}
+    with TieredModel(settings) as model:
+        excuses = serve(model, (90, 100), steps=64)
+        assert len(excuses) <= 8, excuses
 
 
 @pytest.mark.parametrize("pool", ["unified", "per_layer"])
@@ -93,7 +102,7 @@ def test_every_dtype_and_group(dtype: torch.dtype, q_heads: int, kv_heads: int) 
 
 
 def test_blocks_of_others_are_never_read() -> None:
-    """Requests end and their blocks are given out again, with slots of theirs still in the pool."""
+    """Requests end and their blocks are given out again, while pages of theirs still have slots in the pool."""
     with TieredModel({**SMALL, "policy": "dense", "device_pool_pages": 512}, num_blocks=12) as model:
         for length in (300, 290, 17, 200, 310):
             request = model.start()
@@ -105,7 +114,7 @@ def test_blocks_of_others_are_never_read() -> None:
 
 @torch.inference_mode()
 def test_a_step_in_inference_mode() -> None:
-    """As vLLM runs it: the mode belongs to the step's thread, and its tensors cannot be written outside."""
+    """vLLM runs steps so. The mode belongs to the step's thread, and its tensors cannot be written outside the mode."""
     settings = {**SMALL, "policy": "progressive", "threshold": 1.0, "device_pool_pages": 64, "host_share": "queue"}
     with TieredModel(settings) as model:
         serve(model, (17, 150), steps=2)
@@ -134,7 +143,7 @@ def test_pages_that_stay_are_not_fetched_again() -> None:
 
 
 def test_the_stop_ends_loading_early() -> None:
-    """Sharp attention on a flat policy: of many microbatches few are loaded, and one at most in vain."""
+    """Attention is sharp and the threshold low: few of many microbatches are loaded, at most one a group in vain."""
     settings = {**SMALL, "policy": "progressive", "threshold": 0.5, "microbatch_pages": 2, "summary": "minmax"}
     with TieredModel({**settings, "device_pool_pages": 64}) as model:
         request = model.start()
@@ -148,7 +157,7 @@ def test_the_stop_ends_loading_early() -> None:
 
 
 def test_what_is_read_whole_is_one_round() -> None:
-    """Of each KV head the retained set, then 20 candidates of more than two microbatches, where the pool has room."""
+    """For each KV head: the retained set, then in one round all 40 candidates, for which the pool has room."""
     with TieredModel({**SMALL, "policy": "topk", "topk_pages": 40, "device_pool_pages": 1024}) as model:
         request = model.start()
         model.step([(request, 1000)], decode=False)

@@ -1,4 +1,4 @@
-"""Attention of our own inside a Transformers model, for as long as a context is entered."""
+"""Our own attention inside a Transformers model, while a context is entered."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,12 +18,12 @@ Attend = Callable[..., tuple[Tensor, None]]
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str, attend: Attend) -> Iterator[None]:
-    """Have the model attend by `attend`, registered under `name`; its implementation before comes back at the end.
+    """Have the model attend by `attend`, registered under `name`; at the end restore its previous implementation.
 
     Layers with a sliding window attend by Transformers' own scaled_dot_product_attention instead. For the others no
-    mask is built: one unpadded sequence is causal. Padding raises ConfigError, and so do soft-capped scores, learned
-    sinks, and a model that attends by code of its own. The name stays registered, so `attend` must refuse calls that
-    come outside of the context.
+    mask is built, since one unpadded sequence is causal. Padding, soft-capped scores, learned sinks and a model with
+    attention code of its own raise ConfigError. The name stays registered, so `attend` must refuse calls from outside
+    the context.
     """
     before = model.config._attn_implementation
     AttentionInterface.register(name, _beside_windows(attend))
@@ -40,7 +40,7 @@ def attention_implementation(model: PreTrainedModel, name: str, attend: Attend) 
 class AttentionSession:
     """While entered, the model attends by `attend`, registered under `name`.
 
-    One session of a name at a time, else ConfigError.
+    Only one session of a name at a time, otherwise ConfigError.
     """
 
     _sessions: ClassVar[dict[str, Any]] = {}  # entered, by name
@@ -66,15 +66,15 @@ class AttentionSession:
 
     @classmethod
     def entered(cls, name: str) -> Any:
-        """The session that is entered under a name; None where none is."""
+        """The session that is entered under a name; None if there is none."""
         return cls._sessions.get(name)
 
     @contextmanager
     def row_by_row(self) -> Iterator[None]:
-        """Within it the rows of a call are decoded one after another, as if each came in a call of its own.
+        """Inside it the rows of a call are decoded one after another, as if each came in a call of its own.
 
-        Where all tokens are known before, as in teacher forcing, one call does what many would and reads the model's
-        weights once.
+        If all tokens are known beforehand, as in teacher forcing, one call replaces many and reads the model's weights
+        once.
         """
         self._row_by_row = True
         try:
@@ -117,8 +117,8 @@ def _window_mask(
     """The mask of layers with a sliding window, as Transformers makes it; None for layers without one.
 
     attention_mask   [1, tokens], 0 where a token is padding
-    local_size       tokens of the window, or of a chunk: layers that attend in chunks are refused when they come
-    returns          [1, 1, new tokens, tokens] bool, True where a token is seen; None: all that came before
+    local_size       tokens of the window, or of a chunk; layers that attend in chunks are refused when they are called
+    returns          [1, 1, new tokens, tokens] bool, True where a token is seen; None: all earlier tokens are seen
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ConfigError("attention_mask: must be all ones, since padding is not supported; leave it out")

@@ -5,7 +5,7 @@
     with SparseSession(model, HybridSparseConfig(policy="progressive"), max_tokens=8192):
         model.generate(**inputs)
 
-One sequence at a time, on the CPU. Prefill is exact, single tokens are decoded as the policy says.
+One sequence at a time, on the CPU. Prefill is exact; single tokens are decoded as the policy says.
 """
 
 import math
@@ -35,47 +35,47 @@ _SEQUENCE = "the sequence"
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One layer's decode row, for those who watch."""
+    """One layer's decode row, for `watch`."""
 
     layer: int
-    query: Tensor  # [q_heads, head_dim], of the model's dtype, rotary embedding applied
-    keys: Tensor  # [kv_heads, tokens, head_dim], the current token included
+    query: Tensor  # [q_heads, head_dim], in the model's dtype, rotary embedding applied
+    keys: Tensor  # [kv_heads, tokens, head_dim], including the current token
     values: Tensor  # likewise
     scale: float
-    plans: list[list[int]]  # [kv_heads] candidate pages read, in the order of reading
+    plans: list[list[int]]  # [kv_heads] candidate pages read, in reading order
     output: Tensor  # [q_heads, head_dim], what the model was given
-    packed: list[list[int]] = field(default_factory=list)  # [kv_heads] HGCA's salient positions; empty elsewhere
+    packed: list[list[int]] = field(default_factory=list)  # [kv_heads] HGCA's salient positions; otherwise empty
 
 
 @dataclass(slots=True)
 class _Layer:
-    """What a layer has stored of the sequence."""
+    """What is stored of the sequence in one layer."""
 
     attention: NativeAttention
     kv_cache: Tensor  # [blocks, kv_heads * head_block_bytes] uint8
     hgca: _native.HgcaLayer | None
     fluxion: _native.FluxionLayer | None
     tokens: int = 0
-    last_key: Tensor = field(default_factory=lambda: torch.empty(0))  # [kv_heads, head_dim] of the last of them
-    adoption: int = 0  # the session's, when `tokens` was last true
+    last_key: Tensor = field(default_factory=lambda: torch.empty(0))  # [kv_heads, head_dim] of the last stored token
+    adoption: int = 0  # the session's count when `tokens` was last true
 
     def rows(self, part: Tensor) -> Tensor:
-        """[heads, tokens, head_dim] becomes [tokens, heads, head_dim], of the kernel's dtype."""
+        """Turn [heads, tokens, head_dim] into [tokens, heads, head_dim], in the kernel's dtype."""
         return part.transpose(0, 1).to(self.attention.dtype).contiguous()
 
 
 class SparseSession(AttentionSession):
-    """While entered, the model's attention is ours. A prefill begins a new sequence, and so does `adopt`.
+    """While it is entered, the model attends by our kernels. A prefill begins a new sequence, and so does `adopt`.
 
     max_tokens   the longest sequence; its memory is taken layer by layer at the first call
     watch        called after every decode row of every layer
     kv_dtype     of the KV cache, as `NativeAttention` takes it; None: the model's
 
-    Layers with a sliding window are not ours: they attend to all of it, by Transformers, and are not counted.
+    Layers with a sliding window keep Transformers' attention to the whole window, and are not counted.
 
-    Raises ConfigError for what the kernels cannot serve: batches of more than one sequence, padding and masks, another
-    device than the CPU, sliding windows beside policies hgca and fluxion, a sequence beyond max_tokens, with policy
-    fluxion a model without a predictor.
+    Raises ConfigError for what the kernels cannot serve: batches of more than one sequence, padding and masks, a device
+    other than the CPU, sliding windows with policy hgca or fluxion, a sequence longer than max_tokens, and a model
+    without a predictor with policy fluxion.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class SparseSession(AttentionSession):
         self._adoption = 0
 
     def adopt(self) -> None:
-        """Take the sequence over from the cache of the model's next call, whoever computed it.
+        """Take over the sequence from the cache of the model's next call, whoever computed it.
 
-        What that cache holds of earlier tokens is stored again, without attending, so one prefill serves sessions of
-        any settings, and a cache that was cropped may be decoded from again. Where `keeps_request_state`, that state is
-        made of a prompt's last rows: the call should bring 16 tokens of the prompt or all of it, and what is decoded
-        follows in later calls. Policy hgca refuses a call that brings less than the last page's (ConfigError); under
-        fluxion the first token that is decoded is the anchor then.
+        The earlier tokens in that cache are stored again, without attending. So one prefill serves sessions of any
+        settings, and decoding can start again from a cropped cache. If `keeps_request_state`, that state comes from the
+        last rows of a prompt: the next call should bring 16 tokens of the prompt or all of it, and tokens to decode
+        should follow in later calls. Policy hgca refuses a call with fewer tokens than the last page has (ConfigError).
+        With policy fluxion, a call with a single token decodes it and makes it the anchor.
         """
         self.runtime.requests.release([_SEQUENCE])
         self._slots = self.runtime.requests.of([_SEQUENCE])
@@ -126,18 +126,18 @@ class SparseSession(AttentionSession):
 
     @property
     def keeps_request_state(self) -> bool:
-        """Whether what is read depends on queries of earlier calls, and not on the cache alone."""
+        """Whether what is read depends on queries of earlier calls, not only on the cache."""
         return self.runtime.keeps_request_state
 
     def take_stats(self) -> DecodeStats:
-        """What was decoded since the last call."""
+        """What was decoded since the last call of this."""
         return self.runtime.take_stats()
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Append what is new of one layer's keys and values, and attend.
+        """Append the new keys and values of one layer, and attend.
 
         query        [q_heads, new tokens, head_dim]
-        key, value   [kv_heads, tokens, head_dim]   of the whole sequence
+        key, value   [kv_heads, tokens, head_dim]   those of the whole sequence
         returns      [new tokens, q_heads, head_dim]
         """
         if not self._row_by_row:
@@ -150,7 +150,7 @@ class SparseSession(AttentionSession):
         return torch.cat(outputs)
 
     def _attend_rows(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """As `attend`; a single row is a decode row."""
+        """Like `attend`; a single row is a decode row."""
         new, total = query.shape[1], key.shape[1]
         if total > self._max_tokens:
             raise ConfigError(f"max_tokens={self._max_tokens}: the sequence has {total} tokens")
@@ -203,9 +203,10 @@ class SparseSession(AttentionSession):
 
         key, value   [kv_heads, tokens, head_dim]
 
-        The kernel stores what it attends to, so each block is given to it as a request of its own with queries of zero:
-        that attends within blocks only, and the result is dropped. A last block of one token goes with the one before,
-        since single rows are decode rows, which are counted.
+        The kernel stores what it attends to. So each block goes to it as a request of its own, with queries of zero;
+        this attends within blocks only, and the result is dropped. A last block of one token goes with the block
+        before, since single rows are decode rows, which are counted. At the end all pages are summarised again as pages
+        of one sequence, because what their keys have in common spans more than a block.
         """
         tokens = key.shape[1]
         starts = torch.arange(0, max(1, tokens - 1), _BLOCK_TOKENS, dtype=torch.int32)
@@ -223,20 +224,21 @@ class SparseSession(AttentionSession):
         layer.attention.forward(
             query, new_key, new_value, layer.kv_cache, batch, self.runtime.selection, None, torch.empty_like(query)
         )
+        layer.attention.summarize(layer.kv_cache, torch.arange(-(-tokens // _BLOCK_TOKENS), dtype=torch.int32))
         layer.tokens, layer.last_key = tokens, key[:, -1].clone()
 
     def hgca_positions(self, index: int) -> list[list[int]]:
-        """What HGCA has packed of the sequence in one layer: [kv_heads] positions. ConfigError under other policies."""
+        """The positions that HGCA has packed in one layer, for each KV head. ConfigError with other policies."""
         layer = self._layers[index]
         if layer.hgca is None:
             raise ConfigError(f"policy={self.runtime.settings.policy!r}: packs nothing")
         return [list(layer.hgca.salient(0, head)) for head in range(layer.attention.num_kv_heads)]
 
     def score_candidates(self, index: int, query: Tensor) -> Tensor:
-        """Scores of the candidate pages of the sequence as stored in one layer, from their summaries.
+        """Scores of the sequence's candidate pages from their summaries, as stored in one layer.
 
         query     [q_heads, head_dim]
-        returns   [q_heads, candidate pages] f32; with key codes the logarithm of what a page is estimated to weigh
+        returns   [q_heads, candidate pages] f32; with key codes the logarithm of a page's estimated weight
         """
         layer = self._layers[index]
         first, end = self.runtime.settings.retained.candidate_range(layer.tokens)
@@ -270,7 +272,7 @@ def _attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as Transformers calls it: [batch, heads, tokens, head_dim], the query's tokens the new ones."""
+    """Attention as Transformers calls it: [batch, heads, tokens, head_dim]; the query has only the new tokens."""
     session = SparseSession.entered(IMPLEMENTATION)
     if session is None:
         raise ConfigError(f"attn_implementation={IMPLEMENTATION}: enter a SparseSession first")

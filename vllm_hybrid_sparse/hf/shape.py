@@ -1,4 +1,4 @@
-"""What a Transformers configuration says of a model's attention."""
+"""What a Transformers configuration says about a model's attention."""
 
 from transformers import PretrainedConfig
 
@@ -6,7 +6,7 @@ from vllm_hybrid_sparse.predictor.model import ModelShape
 
 
 def model_shape(config: PretrainedConfig) -> ModelShape:
-    """The shape that a predictor is tied to, from a Transformers configuration of the language model itself."""
+    """The shape that a predictor is tied to, from the Transformers configuration of the language model itself."""
     query_heads = config.num_attention_heads
     return ModelShape(
         layers=config.num_hidden_layers,
@@ -17,7 +17,7 @@ def model_shape(config: PretrainedConfig) -> ModelShape:
 
 
 def windowed_layers(config: PretrainedConfig) -> int:
-    """How many layers have a sliding window, by a Transformers configuration of the language model itself."""
+    """How many layers have a sliding window, by the Transformers configuration of the language model itself."""
     kinds: list[str] | None = getattr(config, "layer_types", None)
     if kinds is not None:
         return kinds.count("sliding_attention")

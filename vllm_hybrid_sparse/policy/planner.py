@@ -1,4 +1,4 @@
-"""Which group tasks of a step the device computes, and which the host: from their volumes and what the device holds."""
+"""Which group tasks of a step the device computes and which the host, by their volumes and what the device holds."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,13 +16,13 @@ def plan_none(tasks: Sequence[GroupTask]) -> Plan:
 
 
 def plan_uniform(tasks: Sequence[GroupTask]) -> Plan:
-    """Every second group on the host, by row and KV head, whatever they read."""
+    """Every second group on the host, in order of row and KV head, whatever the groups read."""
     ordered = sorted(tasks, key=lambda task: task.group)
     return Plan(device=by_volume(ordered[0::2]), host=by_volume(ordered[1::2]))
 
 
 def plan_length(tasks: Sequence[GroupTask]) -> Plan:
-    """Rows given out whole, the longest first, each to the side that has less to read so far; the host has the first.
+    """Whole rows, longest first, each for the side that has less to read so far; the host gets the first.
 
     The length of a row is what its groups may read together.
     """
@@ -40,7 +40,7 @@ def plan_length(tasks: Sequence[GroupTask]) -> Plan:
 
 
 def plan_queue(tasks: Sequence[GroupTask]) -> Plan:
-    """One queue for both; groups whose pages the device holds are the device's: nothing has to be moved for them."""
+    """One queue for both. Groups whose pages the device holds are the device's, since nothing has to move for them."""
     return Plan(
         device=by_volume([task for task in tasks if not task.missing]),
         either=by_volume([task for task in tasks if task.missing]),

@@ -1,4 +1,4 @@
-"""The queue from which device and host take the group tasks of a step, each when it has finished what it took."""
+"""The queue of a step's group tasks: device and host each take more when they have finished what they took."""
 
 import threading
 from collections import deque
@@ -7,9 +7,9 @@ from vllm_hybrid_sparse.values import GroupTask, Plan
 
 
 class TaskQueue:
-    """A plan being carried out (Fluxion, section 6.2). Every task is taken once, by one side; threads may share it.
+    """A plan being carried out (Fluxion, section 6.2). Every task is taken once, by one side. Threads may share it.
 
-    A side takes what the plan gives to it alone last: what either may take would be gone meanwhile.
+    A side takes the tasks that only it may take last, because the other side would take the shared ones meanwhile.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -19,7 +19,7 @@ class TaskQueue:
         self._host = deque(plan.host)
 
     def take_for_host(self) -> GroupTask | None:
-        """The largest task left for the host; None: there is none, and none will come."""
+        """The largest task left for the host; None if there is none, and then none will come."""
         with self._lock:
             for tasks in (self._either, self._host):
                 if tasks:
@@ -27,10 +27,10 @@ class TaskQueue:
             return None
 
     def take_for_device(self, at_most: int) -> list[GroupTask]:
-        """The largest tasks left for the device, computed side by side; empty: there is none, and none will come.
+        """The largest tasks left for the device, to compute side by side; empty if there are none, and none will come.
 
-        Of what the host may take too, no more than half of what is left: while the device is at it the host goes on,
-        and the last tasks, the smallest, even out who finishes first.
+        It takes at most half of the remaining tasks that the host may take too. The host goes on with the others
+        meanwhile, and the last tasks, which are the smallest, balance when the two sides finish.
 
         at_most   tasks whose working sets fit the device together; >= 1
         """

@@ -1,6 +1,7 @@
-"""What the CPU kernel (`csrc/fluxion.cpp`, `csrc/anchor.cpp`) needs for Fluxion: the predictor, a layer's states.
+"""What the CPU kernel (`csrc/fluxion.cpp`, `csrc/anchor.cpp`) needs for Fluxion: the predictor and a layer's states.
 
-Where a device attends, decode rows go in parts (`csrc/fluxion_tasks.cpp`): the host chooses what each group reads.
+If a device attends, decode rows are computed in parts (`csrc/fluxion_tasks.cpp`): the host chooses what each group
+reads.
 """
 
 from collections.abc import Sequence
@@ -24,15 +25,15 @@ from vllm_hybrid_sparse.values import GroupKey
 
 
 class PredictedPages(NamedTuple):
-    """What the groups of decode rows read beside their retained sets."""
+    """The pages that the groups of decode rows read in addition to their retained sets."""
 
-    pages: dict[GroupKey, NDArray[np.int64]]  # of every group; 0 the request's first, ascending
-    scored: dict[GroupKey, int]  # candidates whose summaries were scored; 0 where nothing had to be chosen
-    log_unread: Tensor  # [rows, q_heads] f32: weight that the codes of the rest are estimated to have; -inf: none known
+    pages: dict[GroupKey, NDArray[np.int64]]  # of every group, ascending; page 0 is the request's first
+    scored: dict[GroupKey, int]  # candidates whose summaries were scored; 0 if nothing had to be chosen
+    log_unread: Tensor  # [rows, q_heads] f32, natural log: weight of the rest, estimated from codes; -inf: none known
 
 
 def native_predictor(predictor: Predictor) -> _native.HeadPredictor:
-    """A copy of the predictor, which all layers share. KernelError where its tensors are not those of its kind."""
+    """The kernel's copy of the predictor, which all layers share. KernelError if its tensors have other shapes."""
     sizes = (len(FEATURES), *HIDDEN_SIZES, 3)
     linear = [layer for layer in predictor.backbone if isinstance(layer, torch.nn.Linear)] + [predictor.outputs]
     weights, biases = [layer.weight.detach() for layer in linear], [layer.bias.detach() for layer in linear]
@@ -50,7 +51,7 @@ def native_predictor(predictor: Predictor) -> _native.HeadPredictor:
         raise KernelError(f"predictor={[tuple(tensor.shape) for tensor in tensors]}: must be {wanted}")
     held = [tensor.to("cpu", torch.float32).contiguous() for tensor in tensors]
     addresses = [tensor.data_ptr() for tensor in held]
-    return _native.HeadPredictor(  # copies everything, so that `held` may go
+    return _native.HeadPredictor(  # copies everything, so `held` may be freed
         feature_mean=addresses[0],
         feature_std=addresses[1],
         target_mean=addresses[2],
@@ -63,12 +64,12 @@ def native_predictor(predictor: Predictor) -> _native.HeadPredictor:
 def fluxion_layer(
     predictor: _native.HeadPredictor, *, layer: int, tau: float, granularity: int = 0, dense_tokens: int = 0
 ) -> _native.FluxionLayer:
-    """What Fluxion keeps of the requests of one layer; one for each layer. `reference.py` says what.
+    """What Fluxion keeps of requests in one layer (see `reference.py`). Each layer needs its own.
 
     layer         index in the model, from 0
-    tau           error of the budgets among the anchor's features (eq. 2); the predictor's; > 0
+    tau           error for the budgets that are features of the anchor (eq. 2): the predictor's; > 0
     granularity   tokens of a logical block, one of 16, 32, 64, 128; 0: by eq. 3
-    dense_tokens  sequences of so many tokens or fewer attend to everything; >= 0
+    dense_tokens  sequences of this many tokens or fewer attend to everything; >= 0
     """
     if granularity not in (0, *GRANULARITIES):
         raise KernelError(f"granularity={granularity}: must be 0 or one of {', '.join(map(str, GRANULARITIES))}")
@@ -91,13 +92,14 @@ def choose_pages(
     sink: tuple[Tensor, Tensor],
     local: tuple[Tensor, Tensor],
 ) -> PredictedPages:
-    """Choose what decode rows read whose tokens are stored and whose retained sets are attended (sections 5.2 and 5.3).
+    """Choose what decode rows read (sections 5.2 and 5.3).
 
-    Anchors are observed first where they are due, and the rows are counted and kept as `NativeAttention.forward` does.
+    The rows' tokens are stored and their retained sets attended. Anchors that are due are observed first. The rows are
+    counted, and their last queries kept, as `NativeAttention.forward` does it.
 
-    selection     a `native_selection` made once
+    selection     from `native_selection`, made once
     query         [rows, q_heads, head_dim]   of the KV dtype, contiguous
-    batch         the rows, one token each, which is stored; a row without a slot keeps no state and reads everything
+    batch         the rows, one stored token each; a row without a slot keeps no state and reads everything
     sink, local   (out, lse)                  [rows, q_heads, head_dim] and [rows, q_heads] f32: normalised attention
                                               to the pages before and behind the candidates, zeros and -inf for none
     """
@@ -135,9 +137,9 @@ def choose_pages(
 
 
 def keep_queries(attention: NativeAttention, layer: _native.FluxionLayer, appended: Sequence[LatestRows]) -> None:
-    """Remember the last queries of prompts that were computed elsewhere: a decode row that follows makes it the anchor.
+    """Keep the last queries of prompts that were computed elsewhere. The next decode row makes such a query its anchor.
 
-    appended   of each request its last row at the end of `query`; no two of one request
+    appended   at most one for each request, whose last row is at the end of `query`
     """
     for of in appended:
         last = of.query[-1]

@@ -1,17 +1,17 @@
 """Fluxion's decode step (section 5, figure 6) for one layer of one request, in plain torch.
 
-What the paper's steps are is said where they are computed: features in `predictor/features.py`, the network in
+Each of the paper's steps is described where it is computed: features in `predictor/features.py`, the network in
 `predictor/model.py`, the selector in `policy/budget.py`. Here they follow each other. Where the paper leaves a choice:
 
-- The anchor is the last query of the prompt, or of the rows appended last. It serves 256 rows, as far as the samples
-  lie behind theirs that the predictor was trained on; the row that comes then is the next anchor. So is a row of which
-  no anchor is known, and the first row that has a host segment.
+- The anchor is the last query of the prompt, or of the rows appended last. It serves 256 rows, because the samples that
+  the predictor was trained on lie up to that far behind their anchors. The row after those is the next anchor. A row
+  without a known anchor is its own, and so is the first row that has a host segment.
 - The heads of a group share what is read: the union of their selections, each ranked for its own query.
-- Blocks are ranked by Quest's bounds, as in the paper, or by what their key codes say that they weigh.
-- With codes of two bits in two parts (`split`), blocks are ranked by their signs first, and the best of each head (a
-  few times as many as it selects) anew by both bits; blocks are selected among those of any head.
-- A block's score is composed of the stored summaries of its pages, so that ranking reads as many bytes at every
-  granularity. `granularities` of 16 alone asks for no other.
+- Blocks are ranked by Quest's bounds, as in the paper, or by the weight that their key codes estimate.
+- With codes of two bits in two parts (`split`), blocks are ranked by their signs first. The best blocks of each head (a
+  few times as many as it selects) are ranked again by both bits. A head may select any block that was ranked again.
+- A block's score is made from the stored summaries of its pages, so ranking reads the same bytes at every granularity.
+  `granularities` of 16 alone allows no other.
 """
 
 from collections.abc import Collection, Sequence
@@ -37,23 +37,23 @@ ANCHOR_ROWS: Final = 256
 
 LISTED_BLOCKS: Final = 4
 LISTED_MORE: Final = 8
-"""Of split codes, blocks that a head has ranked by both bits: so many times as many as it selects, and so many more."""
+"""With split codes, a head that selects n blocks ranks LISTED_BLOCKS * n + LISTED_MORE of them by both bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class FluxionStep:
-    """One decode row of one layer: what was thought of its heads, what was read, and what came out."""
+    """One decode row of one layer: what was predicted for its heads, what was read, and the output."""
 
     features: Tensor  # [q_heads, 41]
     budgets: GroupBudgets
-    scores: list[Tensor]  # [kv_heads] of the blocks that were ranked [group, blocks]; empty where none were
+    scores: list[Tensor]  # [kv_heads] of the ranked blocks, [group, blocks]; empty if none were ranked
     pages: list[list[int]]  # [kv_heads] candidate pages read, ascending
     out: Tensor  # [q_heads, head_dim] f64
 
 
 @dataclass(slots=True)
 class FluxionSequence:
-    """One request in one layer, from row to row."""
+    """One request in one layer, with the state that is kept from row to row."""
 
     predictor: Predictor
     retained: RetainedSet
@@ -62,20 +62,20 @@ class FluxionSequence:
     scale: float
     ranking: PageRanking
     granularities: Sequence[int] = GRANULARITIES
-    attributed: float = 0.0  # share of the unread blocks' estimated weight that the candidates read stand for
-    dense_tokens: int = 0  # so many tokens or fewer are attended to as a whole
-    split: bool = False  # the two bits of key codes lie apart: signs list the blocks that both bits rank
+    attributed: float = 0.0  # share of the unread blocks' estimated weight that is credited to the candidates read
+    dense_tokens: int = 0  # sequences of this many tokens or fewer are attended to as a whole
+    split: bool = False  # key codes lie in two parts: the signs list the blocks that both bits rank
     anchor: Anchor | None = None
-    anchor_tokens: int = 0  # of the sequence that ends with the anchor
-    tokens: int = 0  # that were there after the last row
-    last_query: Tensor | None = None  # [q_heads, head_dim] of the last row, where that was exact
+    anchor_tokens: int = 0  # tokens of the sequence up to the anchor, its own included
+    tokens: int = 0  # tokens of the sequence after the last row
+    last_query: Tensor | None = None  # [q_heads, head_dim] of the last row, if that was exact
 
     def append(self, query: Tensor, tokens: int) -> None:
-        """Take notice of an exact row: its query [q_heads, head_dim], and the tokens up to it."""
+        """Record an exact row: its query [q_heads, head_dim], and the number of tokens up to it."""
         self.last_query, self.tokens, self.anchor = query, tokens, None
 
     def decode(self, query: Tensor, keys: Tensor, values: Tensor) -> FluxionStep | None:
-        """Attend with the latest token; None for a short sequence or one without candidates, which is read whole.
+        """Attend with the latest token. None for a short sequence or one without candidates, which are read whole.
 
         query          [q_heads, head_dim]             bf16 | f16 | f32
         keys, values   [kv_heads, tokens, head_dim]    its own included
@@ -124,7 +124,7 @@ class FluxionSequence:
 
         counts   how many blocks each head selects
 
-        With split codes scores are those of both bits where these were read, else those of the signs.
+        With split codes, a block's scores are by both bits if these were read, otherwise by the signs.
         """
         scores = block_scores(query, host_keys, granularity, self.scale, self.ranking)
         if not self.split:
@@ -138,7 +138,7 @@ class FluxionSequence:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, pages: list[int], granularity: int, counts: Sequence[int]
     ) -> Tensor:
-        """Attend with one group to the retained set and the candidates read, which the unread blocks may count for.
+        """Attend with one group to the retained set and the candidates read, which may stand for the unread blocks.
 
         query        [group, head_dim]
         key, value   [tokens, head_dim]
@@ -159,7 +159,7 @@ class FluxionSequence:
 def choose_budgets(
     predictor: Predictor, features: Tensor, kv_heads: int, segments: Segments, granularities: Sequence[int]
 ) -> GroupBudgets:
-    """What each group of a layer reads, from the features [q_heads, 41] of its heads."""
+    """Choose the budgets of each group of a layer from the features [q_heads, 41] of its heads."""
     heads = predictor.predict(features)
     base_budget, growth, streaming = (
         part.reshape(kv_heads, -1).numpy()
@@ -169,7 +169,7 @@ def choose_budgets(
 
 
 def weigh_pages(query: Tensor, keys: Tensor, sequence: FluxionSequence) -> Tensor:
-    """What key codes say that the pages of the host segment weigh: [q_heads, pages] f32, f64 where the query is."""
+    """The log weights of the host segment's pages as key codes estimate them: [q_heads, pages] f32 (f64 for f64)."""
     host = Segments.of(sequence.retained, keys.shape[1]).host
     groups = zip(query.reshape(len(keys), -1, query.shape[1]), keys[:, host], strict=True)
     scores = [block_scores(rows, key, PAGE_TOKENS, sequence.scale, sequence.ranking) for rows, key in groups]
@@ -177,10 +177,10 @@ def weigh_pages(query: Tensor, keys: Tensor, sequence: FluxionSequence) -> Tenso
 
 
 def block_scores(query: Tensor, host_keys: Tensor, granularity: int, scale: float, ranking: PageRanking) -> Tensor:
-    """Scores of the logical blocks of a host segment, the last of which may be shorter.
+    """Scores of the logical blocks of a host segment. The last block may be shorter.
 
-    By min/max Quest's bounds over a block's keys, unscaled; by key codes what the block is estimated to weigh, the
-    logarithm of the sum of exp(score) over its keys.
+    With min/max a score is Quest's bound over the block's keys, unscaled. With key codes it is the estimated weight of
+    the block: the logarithm of the sum of exp(score) over its keys.
 
     query       [group, head_dim]
     host_keys   [host tokens, head_dim]   whole pages
@@ -194,7 +194,7 @@ def block_scores(query: Tensor, host_keys: Tensor, granularity: int, scale: floa
 
 
 def sign_scores(query: Tensor, host_keys: Tensor, granularity: int, scale: float) -> Tensor:
-    """As `block_scores` by key codes, from the signs of two-bit codes alone: [group, blocks] f64."""
+    """As `block_scores` with key codes, but from the signs of two-bit codes alone: [group, blocks] f64."""
     return _weights(query, signs_of(encode_keys(host_keys, CODE_BITS[-1])), granularity, scale)
 
 
@@ -204,7 +204,7 @@ def _weights(query: Tensor, codes: KeyCodes, granularity: int, scale: float) -> 
 
 
 def best_blocks(scores: Tensor, counts: Sequence[int]) -> list[int]:
-    """The union of the heads' best blocks, ascending; of equal scores the lower block is better.
+    """The union of the heads' best blocks, ascending. If scores are equal, the lower block is better.
 
     scores   [group, blocks]
     counts   how many blocks each head selects
@@ -214,7 +214,7 @@ def best_blocks(scores: Tensor, counts: Sequence[int]) -> list[int]:
 
 
 def unread_weights(scores: Tensor, taken: Collection[int], counts: Sequence[int]) -> Tensor:
-    """What key codes say of the blocks that were not taken, for the heads that select some; -inf for the others.
+    """The weight that key codes estimate for the blocks not taken, for heads that select some; -inf for the others.
 
     scores    [group, blocks]
     counts    how many blocks each head selects
@@ -225,6 +225,6 @@ def unread_weights(scores: Tensor, taken: Collection[int], counts: Sequence[int]
 
 
 def pages_of_blocks(blocks: Sequence[int], granularity: int, num_pages: int) -> list[int]:
-    """The pages of some logical blocks of a host segment of `num_pages` pages, both counted from its first."""
+    """The pages of some logical blocks of a host segment of `num_pages` pages. Both are counted from its first."""
     size = granularity // PAGE_TOKENS
     return [page for block in blocks for page in range(block * size, min((block + 1) * size, num_pages))]

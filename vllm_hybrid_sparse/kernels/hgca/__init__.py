@@ -1,1 +1,1 @@
-"""HGCA: a dense window, and beside it the tokens that some head of the group finds salient."""
+"""HGCA: attends to a dense window, and to the other tokens that some head of the group finds salient."""

@@ -1,6 +1,6 @@
 """HGCA's decode rows in parts (`csrc/hgca_tasks.cpp`), for a runtime whose device attends the dense window.
 
-`NativeAttention.forward` does all of it in one call where the pages are computed where they lie.
+Without a device, `NativeAttention.forward` does everything in one call.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, s
 
 
 class PackedState(NamedTuple):
-    """Partial attention of decode rows over what is packed of each."""
+    """Partial attention of decode rows over their requests' packed tokens."""
 
     out: Tensor  # [rows, q_heads, head_dim] f32, normalised; zeros where nothing is packed
     lse: Tensor  # [rows, q_heads] f32, natural log; -inf where nothing is packed
-    pages: int  # read, of all rows and KV heads
+    pages: int  # pages read, for all rows and KV heads
 
 
 def judging_rows(seq_len: int) -> int:
@@ -32,10 +32,12 @@ def judging_rows(seq_len: int) -> int:
 def begin_row(
     attention: NativeAttention, layer: _native.HgcaLayer, kv_cache: Tensor, block_table: Tensor, slot: int, seq_len: int
 ) -> None:
-    """Judge and pack what leaves the window of a row whose new token is stored (Algorithm 1, lines 10 to 14).
+    """Judge the entries that leave a row's window, and pack the salient ones (Algorithm 1, lines 10 to 14).
+
+    The row's new token is stored already.
 
     block_table   [blocks] int32   of the request
-    raises        KernelError where the slot's state is not for the tokens before the new one
+    raises        KernelError if the slot's state is not for the tokens before the new one
     """
     begun = attention.engine.begin_hgca_row(
         kv_cache.data_ptr(), attention.block_stride(kv_cache), block_table.data_ptr(), layer, slot, seq_len
@@ -47,7 +49,7 @@ def begin_row(
 def attend_packed(
     attention: NativeAttention, layer: _native.HgcaLayer, slots: Sequence[int], query: Tensor
 ) -> PackedState:
-    """Attend with decode rows to the salient entries that are packed of their requests (Algorithm 2, line 12).
+    """Attend with decode rows to the packed salient entries of their requests (Algorithm 2, line 12).
 
     slots   of the rows' requests
     query   [rows, q_heads, head_dim]   of the KV dtype, contiguous
@@ -68,22 +70,24 @@ def end_row(
     """Bring the moving averages of a row's request up to date (Algorithm 1, line 8).
 
     scores   [q_heads, tokens] f32   scaled scores of the window's tokens, page after page; the first dimension may be
-                                     strided, and what lies behind the window's pages is not looked at
+                                     strided, and anything behind the window's pages is ignored
     lse      [q_heads] f32           their log-sum-exp, contiguous
     """
     heads = attention.num_q_heads
-    for name, tensor in (("scores", scores), ("lse", lse)):
-        if tensor.dtype != torch.float32 or len(tensor) != heads or tensor.stride(-1) != 1:
-            raise KernelError(f"{name}={tuple(tensor.shape)} {tensor.dtype}: must be {heads} rows of float32")
+    for name, tensor, dims in (("scores", scores, 2), ("lse", lse, 1)):
+        fits = tensor.dtype == torch.float32 and tensor.dim() == dims and tensor.device.type == "cpu"
+        if not fits or len(tensor) != heads or tensor.stride(-1) != 1:
+            given = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            raise KernelError(f"{name}={given}: must be {heads} rows of float32 on cpu")
     attention.engine.end_hgca_row(layer, slot, seq_len, scores.data_ptr(), scores.stride(0), lse.data_ptr())
 
 
 def reevaluate(
     attention: NativeAttention, layer: _native.HgcaLayer, kv_cache: Tensor, appended: Sequence[LatestRows]
 ) -> None:
-    """Judge the host side of requests anew by rows that were appended (Algorithm 1, lines 19 to 22).
+    """Judge the host side of requests again, by rows that were appended (Algorithm 1, lines 19 to 22).
 
-    appended   no two of one request; their keys and values are stored
+    appended   at most one for each request; the rows' keys and values are stored
     """
     if not appended:
         return

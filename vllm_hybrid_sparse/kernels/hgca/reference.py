@@ -1,22 +1,23 @@
 """HGCA (section 3) for one request and one KV head, with the line numbers of its Algorithms 1 (KV manager) and 2.
 
-The dense window ("GPU" in the paper) is the retained set: the sink and the recent window, in pages of 16 tokens, from
-which the oldest page goes first. What lies between is the host side ("CPU"). An entry is one token of one KV head.
+The dense window ("GPU" in the paper) is the retained set: the sink and the recent window, in pages of 16 tokens. The
+oldest page of the recent window leaves first. The tokens between the two are the host side ("CPU"). An entry is one
+token of one KV head.
 
 Where the paper leaves a choice, this is ours:
 
 - Salience is judged by query head, but the heads of a group share keys and values, so they share the packed entries:
   an entry that is salient to one is attended by all ("neighbouring heads merged with padding", section 3.3). Merging
-  heads of different KV heads would join entries of different memory and save nothing but tasks, which the thread
-  pool shares out anyway.
-- Salience on eviction compares the average with β / n, where n counts the entries whose weights the average is made
+  heads of different KV heads would join entries of different memory and only save tasks, which the thread pool shares
+  out anyway.
+- Salience on eviction compares the average with β / n. n is the number of entries whose weights the average is made
   of: those of the dense window before the eviction.
-- The averages of evicted entries decide whether they are salient and go no further: renormalising them (section
-  3.2.2) changes no output, since attention over the packed entries computes its own softmax.
-- Re-evaluation happens whenever rows are appended, the prompt's first rows too, with A_cpu the mean over the rows
-  appended last: those of the sequence's last page (1 to 16), whatever the calls they came in. All of them see the
-  whole host side, and a prefix cache, which holds whole blocks, never has them. The averages of the window begin again
-  with the mean of the same rows' weights, so that the state after a prompt depends on its tokens alone, not on how it
+- The averages of evicted entries are used only to decide whether they are salient. Renormalising them (section 3.2.2)
+  would change no output, since attention over the packed entries computes its own softmax.
+- Re-evaluation happens whenever rows are appended, the prompt's first rows included. A_cpu is the mean over the
+  latest appended rows: those of the sequence's last page (1 to 16), in however many calls they came. All of them see
+  the whole host side, and a prefix cache, which holds whole blocks, never has them. The averages of the window begin
+  again with the mean of the same rows' weights. So the state after a prompt depends on its tokens alone, not on how it
   was cut into chunks or on what was cached.
 """
 
@@ -31,12 +32,12 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SalienceSpec
 
 @dataclass(slots=True)
 class HgcaHead:
-    """The state of one KV head of one request and what changes it; all tensors f64 inside.
+    """The state of one KV head of one request, and the operations on it. All tensors inside are f64.
 
     averages   [group, tokens]  A_maw of every entry of the dense window, by position; 0 elsewhere
     salient    positions in the order they were packed (KV_ctx)
     judges     [rows, group, head_dim]   the queries of the rows that judge, kept until a token is decoded
-    judged     the largest weight of every entry judged last, over the limit: salient above 1
+    judged     for every entry judged last, its largest weight divided by the limit: salient above 1
     """
 
     salience: SalienceSpec
@@ -48,7 +49,7 @@ class HgcaHead:
     judged: dict[int, float] = field(default_factory=dict)
 
     def host_range(self, tokens: int) -> tuple[int, int]:
-        """First position of the host side and the one behind its last; equal where it is empty."""
+        """The first position of the host side, and the one behind its last; equal if it is empty."""
         first_page, end_page = self.retained.candidate_range(tokens)
         return min(PAGE_TOKENS * first_page, tokens), min(PAGE_TOKENS * end_page, tokens)
 
@@ -61,7 +62,7 @@ class HgcaHead:
         """Re-evaluate after rows were appended (Algorithm 1, lines 19 to 22).
 
         query   [rows, group, head_dim]   the rows appended
-        key     [tokens, head_dim]        of the sequence, theirs included
+        key     [tokens, head_dim]        keys of the sequence, those of the rows included
         """
         tokens = len(key)
         appended = torch.cat((self.judges, query.double())) if len(self.judges) else query.double()
@@ -98,7 +99,7 @@ class HgcaHead:
         return merged
 
     def evict(self, tokens: int) -> None:
-        """What leaves the window before a sequence of `tokens` is attended (Algorithm 1, lines 10 to 14, 23 to 25)."""
+        """Judge what leaves the window before a sequence of `tokens` is attended (Algorithm 1, lines 10-14, 23-25)."""
         before = tokens - 1
         sink = self.host_range(tokens)[0]
         leaving = range(max(sink, self.host_range(before)[1]), self.host_range(tokens)[1])
@@ -112,7 +113,7 @@ class HgcaHead:
         self.salient += [position for position, ratio in self.judged.items() if ratio > 1]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights, output and log-sum-exp over some entries; of none zeros and -inf."""
+        """Weights, output and log-sum-exp over some entries; output zeros and -inf if there are none."""
         scores = self.scale * query.double() @ key[positions].double().T
         weights = scores.softmax(-1) if len(positions) else scores
         return weights, weights @ value[positions].double(), scores.logsumexp(-1)

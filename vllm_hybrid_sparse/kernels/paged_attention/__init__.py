@@ -1,1 +1,1 @@
-"""A whole batch over the paged KV cache: exact prefill rows, decode rows by policy."""
+"""Attention of a whole batch over the paged KV cache: prefill rows exactly, decode rows by policy."""

@@ -1,7 +1,7 @@
-"""The parts of a decode row one at a time (`csrc/host_tasks.cpp`), for a runtime that decides in between.
+"""The parts of a decode row, one call for each (`csrc/host_tasks.cpp`), for a runtime that decides in between.
 
-`NativeAttention.forward` does all of it in one call; where a device shares the work, the host scores the candidates and
-attends to the pages that are its own.
+`NativeAttention.forward` does everything in one call. If a device shares the work, the host scores the candidates and
+attends to its own part of the pages.
 """
 
 from typing import NamedTuple
@@ -19,18 +19,18 @@ class HostState(NamedTuple):
 
     out: Tensor  # [group, head_dim] f32, normalised; zeros where no token was seen
     lse: Tensor  # [group] f32, natural log; -inf where no token was seen
-    lightest_lse: Tensor  # [group] f32 of the page that weighs least; inf where no token was seen
+    lightest_lse: Tensor  # [group] f32, log-sum-exp of the page that weighs least; inf where no token was seen
 
 
 def score_pages(
     attention: NativeAttention, query: Tensor, kv_cache: Tensor, block_table: Tensor, first_page: int, end_page: int
 ) -> Tensor:
-    """Score the summaries of some pages of one request, which must be full.
+    """Score the summaries of some pages of one request. The pages must be full.
 
     query         [q_heads, head_dim]   of the KV dtype
     kv_cache      as in `NativeAttention.forward`
     block_table   [blocks] int32        of the request
-    returns       [q_heads, end_page - first_page] f32: of key codes log weights, else estimated scores
+    returns       [q_heads, end_page - first_page] f32: log weights with key codes, otherwise estimated scores
     """
     if attention.summary == "none":
         raise KernelError("summary='none': there is nothing to score")
@@ -61,14 +61,14 @@ def attend_pages(
     seq_len: int,
     token_scores: Tensor | None = None,
 ) -> HostState:
-    """Attend with the query heads of one group to some pages of one request, where they lie.
+    """Attend with the query heads of one group to some pages of one request, in place.
 
     query         [group, head_dim]   of the KV dtype
     kv_cache      as in `NativeAttention.forward`
     block_table   [blocks] int32      of the request
-    pages         [pages] int32       0 the request's first, in any order, each once
-    seq_len       tokens of the request; those of its last page beyond are not looked at
-    token_scores  [group, pages * 16] f32, out: the scaled score of each token, page after page; anything beyond seq_len
+    pages         [pages] int32       in any order, each once; page 0 is the request's first
+    seq_len       tokens of the request; the rest of its last page is ignored
+    token_scores  [group, pages * 16] f32, out: scaled scores of the tokens, page after page; undefined beyond seq_len
     """
     group = attention.num_q_heads // attention.num_kv_heads
     _check(attention, query, group, block_table)
@@ -103,17 +103,19 @@ def attend_pages(
 
 
 def check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise KernelError unless the tensor has this shape, of contiguous f32 in host memory."""
-    if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-        raise KernelError(f"{name}={tuple(tensor.shape)} {tensor.dtype}: must be contiguous {list(shape)} of float32")
+    """Raise KernelError unless the tensor is contiguous f32 of this shape on the CPU."""
+    fits = tensor.shape == shape and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+    if not fits or not tensor.is_contiguous():
+        given = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        raise KernelError(f"{name}={given}: must be contiguous {list(shape)} of float32 on cpu")
 
 
 def check_queries(attention: NativeAttention, query: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise KernelError unless the queries have this shape, are contiguous and of the KV dtype."""
-    if query.shape != shape or query.dtype != attention.dtype or not query.is_contiguous():
-        raise KernelError(
-            f"query={tuple(query.shape)} {query.dtype}: must be contiguous {list(shape)} of {attention.dtype}"
-        )
+    """Raise KernelError unless the queries have this shape, are contiguous, of the KV dtype and on the CPU."""
+    fits = query.shape == shape and query.dtype == attention.dtype and query.device.type == "cpu"
+    if not fits or not query.is_contiguous():
+        given = f"{tuple(query.shape)} {query.dtype} on {query.device}"
+        raise KernelError(f"query={given}: must be contiguous {list(shape)} of {attention.dtype} on cpu")
 
 
 def _check(attention: NativeAttention, query: Tensor, heads: int, block_table: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The CPU kernel (`csrc/`): append, exact prefill rows and sparse decode rows of one layer in one call.
 
-What it computes is written to be read in `reference.py`; the page layout is in `memory/layout.py` and `csrc/layout.h`.
+`reference.py` is a readable version of it; the page layout is in `memory/layout.py` and `csrc/layout.h`.
 """
 
 import math
@@ -37,15 +37,15 @@ def supported_isas() -> list[str]:
 
 
 def lacks_bf16() -> bool:
-    """Whether this is an x86 CPU without instructions for bfloat16 products; those with AMX have AVX-512's, too."""
+    """Whether this is an x86 CPU without instructions for bfloat16 products. CPUs with AMX have AVX-512's too."""
     return platform.machine() == "x86_64" and "avx512_bf16" not in supported_isas()
 
 
 def make_thread_pool(num_threads: int, *, helpers: str = "own", cpus: list[int] | None = None) -> _native.ThreadPool:
-    """Threads for one or more `NativeAttention`, the caller included.
+    """Threads for one or more `NativeAttention`; the caller counts as one of them.
 
     helpers   own: threads of the pool, asleep between calls; openmp: borrowed from torch's GNU OpenMP team, which
-              already spins on the same cores (KernelError where it is not loaded)
+              already spins on the same cores (KernelError if it is not loaded)
     cpus      a core for each own helper; empty or None: wherever the kernel puts them
     """
     if num_threads < 1:
@@ -62,6 +62,9 @@ class NativeBatch:
     native: _native.Batch
     num_tokens: int
     tensors: tuple[Tensor, ...]
+    table_blocks: int  # how many blocks the block table names for each request
+    longest: int  # the largest of `seq_lens`
+    last_slot: int  # the highest slot at which a token is stored; -1: none is
 
     @property
     def seq_lens(self) -> Tensor:
@@ -78,14 +81,15 @@ class NativeBatch:
         decode_mask: Tensor,
         slots: Tensor | None = None,
     ) -> Self:
-        """Check and wrap; all on the CPU, `slot_mapping` may be longer than the batch.
+        """Check and wrap. All tensors are on the CPU; `slot_mapping` may be longer than the batch.
 
-        query_start_loc   [requests + 1]         int32  first query token of each request, then their number
+        query_start_loc   [requests + 1]         int32  first query token of each request, then the number of tokens
         seq_lens          [requests]             int32  tokens of each request, the batch's included; 0 with one query
                                                         token: its keys are stored, its output is left as it is
         block_table       [requests, max_blocks] int32  block ids, rows may be strided
         slot_mapping      [tokens]               int64  block * block_tokens + offset, negative: do not store
-        decode_mask       [requests]             bool | uint8  one query token, attends sparsely; others exactly
+        decode_mask       [requests]             bool | uint8  true: one query token, which attends sparsely; requests
+                                                        without it attend exactly
         slots             [requests]             int32  where a layer keeps each request's state, no two the same;
                                                         negative: nowhere; None: the layers keep none
         """
@@ -129,7 +133,9 @@ class NativeBatch:
             slots.data_ptr() if slots is not None else 0,
         )
         kept = (query_start_loc, seq_lens, block_table, slot_mapping, mask, *((slots,) if slots is not None else ()))
-        return cls(native, num_tokens, kept)
+        longest = int(seq_lens.max()) if requests else 0
+        last_slot = int(slot_mapping[:num_tokens].max()) if num_tokens else -1
+        return cls(native, num_tokens, kept, block_table.shape[1], longest, last_slot)
 
 
 def stored_batch(
@@ -140,11 +146,11 @@ def stored_batch(
     *,
     decode: bool,
 ) -> NativeBatch:
-    """A batch of some requests' latest tokens, whose keys and values are stored already.
+    """A batch of the latest tokens of some requests. Their keys and values are stored already.
 
-    query_lens, seq_lens   of each request, at least one: tokens of the batch, and all
-    block_tables           [blocks] int32 of each
-    slots                  of each, where a layer keeps its state
+    query_lens, seq_lens   tokens of each request in the batch, and all its tokens; at least one request
+    block_tables           [blocks] int32 of each request
+    slots                  where a layer keeps each request's state
     """
     return NativeBatch.from_tensors(
         torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
@@ -172,7 +178,7 @@ def native_selection(selection: SelectionSpec, retained: RetainedSet) -> _native
 
 
 class NativeAttention:
-    """Paged attention of layers of one shape. One call at a time; KernelError for tensors that do not fit."""
+    """Paged attention for layers of one shape. One call at a time; KernelError for tensors that do not fit."""
 
     def __init__(
         self,
@@ -191,19 +197,19 @@ class NativeAttention:
         num_threads: int = 1,
         pool: _native.ThreadPool | None = None,
     ) -> None:
-        """A kernel without a KV cache of its own; every argument is checked.
+        """Check every argument, and make a kernel without a KV cache of its own.
 
-        dtype            of the KV cache. With torch.float8_e4m3fn queries, new keys and values, and outputs are bf16,
-                         and what does not fit is stored as the largest number, 448; else they are of it, too
-        common_keys      take what the keys of 32 pages have in common out of their key codes, where it is long beside
-                         what tells them apart (`common_key` of kernels/key_codes/reference.py); `summarize` is then
-                         told whole sequences
-        sliding_window   tokens that a row attends to, its own included, and all of them, whatever the selection says;
-                         0: no window
+        dtype            of the KV cache, queries, new keys and values, and outputs; with torch.float8_e4m3fn all but
+                         the KV cache are bf16, and a number that is too large is stored as the largest, 448
+        common_keys      subtract what the keys of 32 pages have in common before they are encoded, if it is long
+                         compared with their differences (`common_key` of kernels/key_codes/reference.py); `summarize`
+                         then needs whole sequences
+        sliding_window   how many tokens a row attends to, its own included; it attends to all of them, so `forward`
+                         takes only a selection of everything; 0: no window
         """
         if dtype not in STORED_NAMES:
             raise KernelError(f"dtype={dtype}: must be bfloat16, float16, float32 or float8_e4m3fn")
-        if num_kv_heads < 1 or num_q_heads % num_kv_heads:
+        if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
             raise KernelError(f"num_q_heads={num_q_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
         if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
             raise KernelError(f"head_dim={head_dim}: must be a multiple of 16, 16 to {MAX_HEAD_DIM}")
@@ -225,7 +231,7 @@ class NativeAttention:
         names = supported_isas()
         if isa not in ("auto", *names):
             raise KernelError(f"isa={isa!r}: must be auto or one that this machine runs: {', '.join(names)}")
-        self.dtype = row_dtype(dtype)  # of rows
+        self.dtype = row_dtype(dtype)  # of queries, new keys and values, and outputs
         self.num_q_heads = num_q_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -244,6 +250,7 @@ class NativeAttention:
             self.layout, num_q_heads, num_kv_heads, scale, sliding_window, common_keys, isa, self.pool
         )
         self.isa: str = self.engine.isa
+        self._block_tokens = block_tokens
         self._block_bytes = num_kv_heads * self.layout.head_block_bytes
 
     def forward(
@@ -266,10 +273,14 @@ class NativeAttention:
         key, value      [tokens, kv_heads, head_dim]   likewise; None: nothing to append
         kv_cache        [blocks, …]                    any dtype; a row's first kv_heads * head_block_bytes bytes are
                                                        the block, contiguous
-        selection       with `retained`, or a `native_selection` made once, with None
-        hgca            from `hgca_layer`: what decode rows read beside its dense window, instead of the selection
-        fluxion         from `kernels.fluxion.native.fluxion_layer`: likewise, beside the retained set
-        sinks           [q_heads] f32, learned sinks: scores of one token more, of no value, that every row sees
+        selection       a SelectionSpec with `retained`, or one that `native_selection` made once, with None
+        hgca            from `hgca_layer`; it takes the place of the selection: decode rows read its dense window and
+                        what it has packed
+        fluxion         from `kernels.fluxion.native.fluxion_layer`; likewise: decode rows read the retained set and
+                        what Fluxion chooses
+        sinks           [q_heads] f32, learned sinks: scores of one more token, without a value, that every row sees
+
+        All on the CPU. Slots and lengths are checked against the cache; the block table's entries are trusted.
         """
         if isinstance(selection, SelectionSpec):
             selection = native_selection(selection, retained or RetainedSet())
@@ -287,10 +298,13 @@ class NativeAttention:
             raise KernelError("slots=None: must be given where a layer keeps the state of requests")
         if sinks is not None:
             self._check_sinks(sinks, hgca is not None or fluxion is not None)
+        self._check_reach(batch, kv_cache)
         tokens = batch.num_tokens
         self._check_rows("query", query, self.num_q_heads, tokens)
         self._check_rows("output", output, self.num_q_heads, tokens)
         key_address = value_address = key_stride = value_stride = 0
+        if (key is None) is not (value is None):
+            raise KernelError(f"{'key' if key is None else 'value'}=None: give both key and value, or neither")
         if key is not None and value is not None:
             self._check_rows("key", key, self.num_kv_heads, tokens)
             self._check_rows("value", value, self.num_kv_heads, tokens)
@@ -315,7 +329,7 @@ class NativeAttention:
         )
 
     def hgca_layer(self, salience: SalienceSpec, retained: RetainedSet) -> _native.HgcaLayer:
-        """What HGCA keeps of the requests of one layer; one for each layer. `kernels/hgca/reference.py` says what."""
+        """What HGCA keeps of requests in one layer (see `kernels/hgca/reference.py`). Each layer needs its own."""
         return _native.HgcaLayer(
             group=self.num_q_heads // self.num_kv_heads,
             kv_heads=self.num_kv_heads,
@@ -326,12 +340,13 @@ class NativeAttention:
         )
 
     def summarize(self, kv_cache: Tensor, blocks: Tensor, starts: Tensor | None = None) -> None:
-        """Summarise the pages of some blocks anew, after something else than `forward` has written their keys.
+        """Summarise the pages of some blocks again, after something other than `forward` has written their keys.
 
         kv_cache   as in `forward`
-        blocks     [blocks] int32, on the CPU: of sequences from their beginnings, one after another; what it gives to
-                   pages that are not full is not used
-        starts     [sequences + 1] int32, likewise: where the blocks of each begin, and their number; None: of one
+        blocks     [blocks] int32, on the CPU: those of sequences from their beginnings, one sequence after another;
+                   summaries of pages that are not full are never used
+        starts     [sequences + 1] int32, on the CPU: where each sequence's blocks begin, then the number of blocks;
+                   None: there is one sequence
         """
         if starts is None:
             starts = torch.tensor([0, len(blocks)], dtype=torch.int32)
@@ -349,18 +364,31 @@ class NativeAttention:
         )
 
     def block_stride(self, kv_cache: Tensor) -> int:
-        """Bytes from one block to the next. KernelError where a row is too short for a block."""
+        """Bytes from one block to the next. KernelError if a row is too short for a block, or not on the CPU."""
         block_stride = kv_cache.stride(0) * kv_cache.element_size()
         if block_stride < self._block_bytes:
             raise KernelError(
                 f"kv_cache: a row of {block_stride} bytes is too short for a block of {self._block_bytes}"
             )
+        if kv_cache.device.type != "cpu":
+            raise KernelError(f"kv_cache: must be on cpu, not {kv_cache.device}")
         return block_stride
 
-    def _check_sinks(self, sinks: Tensor, with_state: bool) -> None:
-        if sinks.dtype != torch.float32 or sinks.shape != (self.num_q_heads,) or not sinks.is_contiguous():
+    def _check_reach(self, batch: NativeBatch, kv_cache: Tensor) -> None:
+        block_tokens, blocks = self._block_tokens, len(kv_cache)
+        if batch.last_slot >= blocks * block_tokens:
+            raise KernelError(f"slot_mapping={batch.last_slot}: must be below {blocks} blocks of {block_tokens} tokens")
+        if batch.longest > batch.table_blocks * block_tokens:
             raise KernelError(
-                f"sinks={tuple(sinks.shape)} {sinks.dtype}: must be contiguous [{self.num_q_heads}] of torch.float32"
+                f"seq_lens={batch.longest}: the block table names {batch.table_blocks} blocks of {block_tokens} tokens"
+            )
+
+    def _check_sinks(self, sinks: Tensor, with_state: bool) -> None:
+        fits = sinks.dtype == torch.float32 and sinks.shape == (self.num_q_heads,) and sinks.device.type == "cpu"
+        if not fits or not sinks.is_contiguous():
+            raise KernelError(
+                f"sinks={tuple(sinks.shape)} {sinks.dtype} on {sinks.device}: must be contiguous [{self.num_q_heads}] "
+                "of torch.float32 on cpu"
             )
         if with_state:
             raise KernelError("sinks: must be None beside hgca and fluxion")
@@ -375,10 +403,11 @@ class NativeAttention:
             or shape[2] != self.head_dim
             or tensor.stride(2) != 1
             or (heads > 1 and tensor.stride(1) != self.head_dim)
+            or tensor.device.type != "cpu"
         ):
             raise KernelError(
-                f"{name}={tuple(shape)} {tensor.dtype} strides {tensor.stride()}: must be at least {tokens} tokens of "
-                f"[{heads}, {self.head_dim}] {self.dtype}, contiguous within a token"
+                f"{name}={tuple(shape)} {tensor.dtype} strides {tensor.stride()} on {tensor.device}: must be at least "
+                f"{tokens} tokens of [{heads}, {self.head_dim}] {self.dtype} on cpu, contiguous within a token"
             )
 
     def stats(self) -> _native.Stats:
@@ -394,10 +423,10 @@ class NativeAttention:
         return list(self.engine.last_plan(decode_index, kv_head))
 
     def last_features(self, decode_index: int, kv_head: int) -> Tensor:
-        """[group, 41] Fluxion's features of the same row; [0, 41] where it read everything."""
+        """Fluxion's features of the same row, [group, 41]; [0, 41] if it read everything."""
         return torch.tensor(self.engine.last_features(decode_index, kv_head)).reshape(-1, len(FEATURES))
 
     def last_budgets(self, decode_index: int, kv_head: int) -> tuple[int, list[int]]:
-        """Fluxion's granularity for the same row, 0 where its heads stream, and each head's blocks; else (0, [])."""
+        """Fluxion's granularity for the same row (0: its heads stream) and each head's blocks; (0, []) without any."""
         budgets = list(self.engine.last_budgets(decode_index, kv_head))
         return (budgets[0], budgets[1:]) if budgets else (0, [])

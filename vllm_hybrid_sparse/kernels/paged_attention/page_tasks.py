@@ -1,7 +1,7 @@
-"""What the page policies let decode rows read with a device (`csrc/page_tasks.cpp`), in two calls for all rows.
+"""Chooses what decode rows of the page policies read with a device (`csrc/page_tasks.cpp`), in two calls for all rows.
 
-Scores need nothing of the device, so they are taken while it attends the retained sets; the order of reading may need
-what those weigh.
+Scoring needs nothing from the device, so it is done while the device attends the retained sets. The order of reading
+may need the weight of the retained sets.
 """
 
 from typing import NamedTuple
@@ -18,16 +18,16 @@ from vllm_hybrid_sparse.values import GroupKey
 
 
 class OrderedPages(NamedTuple):
-    """What one group of a decode row may read beside its retained set."""
+    """The pages that one group of a decode row may read in addition to its retained set."""
 
-    # Best first, 0 the request's first; none where the retained set is estimated to be enough.
+    # Best first; page 0 is the request's first. Empty if the retained set is estimated to be enough.
     pages: NDArray[np.int64]
     scored: int  # candidates whose summaries were scored
-    # The first pages, by whole microbatches, that are estimated to be enough, or all; 0 where no estimate is asked.
+    # How many of `pages`, in whole microbatches, are estimated to be enough, or all; 0 if no estimate is asked for.
     expected: int
-    share: float  # P_acc before any candidate is read; 1 where the policy asks for no estimate
-    # What key codes estimate that the unread candidates weigh after each microbatch, natural log,
-    # [microbatches, group]; None where the policy does not ask. All of `pages` counts, read or not.
+    share: float  # P_acc before any candidate is read; 1 if the policy asks for no estimate
+    # The weight of the candidates unread after each microbatch as key codes estimate it, natural log,
+    # [microbatches, group]; None if the policy does not ask. The microbatches are those of all `pages`, read or not.
     log_unread: NDArray[np.float32] | None
 
 
@@ -43,13 +43,13 @@ def score_candidates(
     query: Tensor,
     batch: NativeBatch,
 ) -> None:
-    """Score the candidates of decode rows whose keys and values are stored, as far as the policy ranks them.
+    """Score the candidates of decode rows, if the policy ranks them. The rows' keys and values are stored already.
 
-    `order_candidates` takes it from there; until then the kernel may attend to given pages, and nothing else.
+    The kernel keeps the scores for `order_candidates`. Until that call it may attend to given pages, and nothing else.
 
-    selection   a `native_selection` made once
+    selection   from `native_selection`, made once
     query       [rows, q_heads, head_dim]   of the KV dtype, contiguous
-    batch       the rows, one token each, which is stored
+    batch       the rows, one stored token each
     """
     check_queries(attention, query, (batch.num_tokens, attention.num_q_heads, attention.head_dim))
     attention.engine.score_candidates(
@@ -67,14 +67,17 @@ def order_candidates(
 ) -> dict[GroupKey, OrderedPages]:
     """The pages that each group of the rows scored last may read, in the order of reading.
 
-    selection      the same
-    retained_lse   [rows, q_heads] f32   log-sum-exp of what the retained sets hold, natural log
+    Only the number of rows is checked: that other rows of the same number were scored last goes unnoticed.
+
+    selection      the same as for `score_candidates`
+    retained_lse   [rows, q_heads] f32   log-sum-exp of the rows' retained sets, natural log
+    raises         KernelError if another number of rows was scored last
     """
     rows, size = len(retained_lse), attention.num_q_heads // attention.num_kv_heads
     check_floats("retained_lse", retained_lse, (rows, attention.num_q_heads))
     engine = attention.engine
     if not engine.order_candidates(selection, rows, retained_lse.data_ptr()):
-        raise KernelError(f"retained_lse={tuple(retained_lse.shape)}: must be of the rows scored last")
+        raise KernelError(f"retained_lse={tuple(retained_lse.shape)}: must be of as many rows as were scored last")
     sizes = np.empty(rows * attention.num_kv_heads, dtype=_SIZES)
     engine.describe_orders(sizes.ctypes.data)
     pages = np.empty(sizes["pages"].sum(), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What one layer computes for a batch, from the logical K and V of every request, in plain torch."""
+"""Attention of one layer for a batch, from the logical K and V of every request, in plain torch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.progressive.reference import ProgressiveResult, progressive_attention
-from vllm_hybrid_sparse.policy.selectors import Selector
+from vllm_hybrid_sparse.policy.selectors import SpecSelector
 from vllm_hybrid_sparse.values import RetainedSet
 
 
@@ -25,19 +25,19 @@ def paged_attention(
     *,
     query_lens: Sequence[int],
     decode_mask: Sequence[bool],
-    selector: Selector,
+    selector: SpecSelector,
     retained: RetainedSet,
     scale: float,
     summary: str,
     code_bits: int = 2,
 ) -> BatchResult:
-    """Attend with the latest tokens of every request to all tokens of the same request up to their own.
+    """Attend with the latest tokens of every request to tokens of the same request up to their own.
 
-    A request that decodes (one row, decode_mask set) attends to the retained set and to what the selector reads of its
-    candidate pages, each group of query heads for itself; all other rows attend to everything before them.
+    A request that decodes (one row, decode_mask set) attends to the retained set and to the candidate pages that the
+    selector reads, each group of query heads for itself. All other rows attend to everything up to their own token.
 
     query         [tokens, q_heads, head_dim]     the rows of all requests one after another; bf16 | f16 | f32
-    keys, values  a request [seq_len, kv_heads, head_dim], the tokens of its rows included
+    keys, values  for each request [seq_len, kv_heads, head_dim], the tokens of its rows included
     query_lens    rows of each request, 0 to seq_len; they are its latest tokens
     """
     out = torch.zeros(query.shape, dtype=torch.float64)
@@ -77,8 +77,8 @@ def causal_attention(
 
     query            [rows, q_heads, head_dim]       row i is token seq_len - rows + i
     key, value       [seq_len, kv_heads, head_dim]   q_heads is a multiple of kv_heads
-    sliding_window   so many tokens alone, the row's own the last; 0: all
-    sinks            [q_heads]                       scores of one token more, which has no value; None: there is none
+    sliding_window   how many tokens a row sees, its own the last; 0: all
+    sinks            [q_heads]                       scores of one more token, which has no value; None: there is none
     returns          [rows, q_heads, head_dim]       f64
     """
     group = query.shape[1] // key.shape[1]

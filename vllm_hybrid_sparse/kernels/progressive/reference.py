@@ -13,7 +13,7 @@ from vllm_hybrid_sparse.kernels.merge.reference import merge_states, merge_with_
 from vllm_hybrid_sparse.kernels.score.reference import score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
-from vllm_hybrid_sparse.policy.selectors import Selector
+from vllm_hybrid_sparse.policy.selectors import SpecSelector
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
 
 
@@ -31,7 +31,7 @@ def progressive_attention(
     key: Tensor,
     value: Tensor,
     *,
-    selector: Selector,
+    selector: SpecSelector,
     retained: RetainedSet,
     scale: float,
     summary: str,
@@ -45,6 +45,10 @@ def progressive_attention(
     - each head of the group has its own AS_acc, AS_min and P_acc; the group goes on until all of them are done;
     - AS is kept as its logarithm.
     AS_min starts at the largest value, so at least one microbatch is read whatever the threshold.
+
+    Not all of the paper's figure 4 follows from lines 13 to 17. For the same weights they give 305 / (305 + 55 * 8) =
+    0.41 after the first microbatch, where the figure has 0.61, and 1 once all twelve blocks are read, where it has
+    0.98. Its text ends the reading when P_acc equals the threshold, line 17 when it exceeds it.
 
     Where the selector asks for an estimated remainder, `estimated_reading` says when to stop. Part of what key codes
     estimate of the unread candidates is then given to those read (`with_unread`), if the policy says so.
@@ -103,7 +107,7 @@ def estimated_reading(
     log_read: Tensor,
     order: list[int],
     log_weights: Tensor,
-    selector: Selector,
+    selector: SpecSelector,
 ) -> ProgressiveResult:
     """Read candidate pages until what is unread is estimated to be little enough.
 

@@ -1,4 +1,4 @@
-"""Loads microbatches of pages on a stream of their own, beside what is computed (PSA, section 3.3)."""
+"""Loads microbatches of pages on a stream of their own, at the same time as the computation (PSA, section 3.3)."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from vllm_hybrid_sparse.kernels.copy.gpu import load_pages
 
 
 class StreamLoader:
-    """A `PageLoader` that reads the host store in place. Where the pool is not on a GPU, `start` loads at once.
+    """A `PageLoader` that reads the host store in place. If the pool is not on a GPU, `start` loads at once.
 
-    Slots must not be loaded that what is queued on the current stream still reads, nor twice by one loader.
+    A slot must not be loaded while work queued on the current stream still reads it, nor twice by one loader.
     """
 
     def __init__(
@@ -25,10 +25,10 @@ class StreamLoader:
         microbatch_pages: int,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Nothing is loaded yet.
+        """Check the tables; nothing is loaded yet.
 
         host             [elements]                  as in `load_pages`
-        page_offsets     [rows, kv_heads, pages]     int64, where pages begin in `host`; negative: in its slot already
+        page_offsets     [rows, kv_heads, pages]     int64, where pages begin in `host`; negative: already in its slot
         slots            [rows, kv_heads, pages]     int32, as in `progressive_attention`
         k_pool, v_pool   [slots, 16, head_dim]       out
         stream           to load on; None: a new one
@@ -60,7 +60,7 @@ class StreamLoader:
             self._loaded[microbatch] = event
 
     def wait(self, microbatch: int) -> None:
-        """Let the current stream wait for a microbatch that was started; the host does not."""
+        """Make the current stream wait for a microbatch that was started; the host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream(self._pools[0].device).wait_event(self._loaded.pop(microbatch))
 
