@@ -1,4 +1,4 @@
-"""The user's settings: frozen, checked where they enter, and as the layers below take them."""
+"""The user's settings: frozen, checked where they enter, and translated for the layers below."""
 
 import difflib
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from vllm_hybrid_sparse.values import (
     SelectionSpec,
 )
 
-FLUXION_SUMMARIES = ("key_codes", "minmax")  # those of which a block's score is composed of its pages'
+FLUXION_SUMMARIES = ("key_codes", "minmax")  # those with which a block's score follows from its pages' scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridSparseConfig(Settings):
     """The settings in effect.
 
-    A setting that the policy in effect does not use is None, and giving it is an error. Numbers may come as text, the
-    way `--additional-config.hybrid_sparse.threshold 0.9` passes them on. Raises ConfigError,
+    A setting that the policy in effect does not use is None, and giving it is an error. Numbers may come as text, as
+    `--additional-config.hybrid_sparse.threshold 0.9` passes them on. Raises ConfigError,
     `hybrid_sparse.name=value: rule`.
     """
 
@@ -34,7 +34,7 @@ class HybridSparseConfig(Settings):
             value = getattr(self, entry.name)
             if value is not None or entry.default is not None:
                 object.__setattr__(self, entry.name, checked(entry.name, value, setting_of(entry)))
-        for entry in fields(self):  # in their order: whether one is used may depend on the default of one before it
+        for entry in fields(self):  # in order: whether one is used may depend on the default of an earlier one
             self._check_use(entry)
             setting = setting_of(entry)
             replaced = setting.unless and getattr(self, setting.unless) is not None
@@ -51,7 +51,7 @@ class HybridSparseConfig(Settings):
         self._check_device()
 
     def _default_of(self, name: str, setting: Setting) -> int | float | str | None:
-        """What a setting that is used and not given becomes; None: there is none, or the worker decides."""
+        """The value of a setting that is used but not given; None: there is none, or the worker decides."""
         if self.policy == "dense" and name == "summary":
             return None
         if self.device == "cuda" and name == "device_pool_pages":
@@ -80,7 +80,7 @@ class HybridSparseConfig(Settings):
             )
 
     def _ranked_by_host_because(self) -> str:
-        """Why the device cannot choose pages by itself; empty where it can."""
+        """Why the device cannot choose pages by itself; empty if it can."""
         reads_all = self.policy == "dense"
         for name, value, needed, rule in (
             ("device_pool", self.device_pool, self.device_pool == "unified", "unified"),
@@ -94,7 +94,7 @@ class HybridSparseConfig(Settings):
         return ""
 
     def _unused_because(self, setting: Setting) -> str:
-        """Why the setting has no effect; empty where it has."""
+        """Why the setting has no effect; empty if it has one."""
         for kind, chosen, users in (
             ("policy", self.policy, setting.policies),
             ("summary", self.page_summary, setting.summaries),
@@ -134,17 +134,17 @@ class HybridSparseConfig(Settings):
 
     @property
     def page_summary(self) -> str:
-        """The kind of summary that pages have, as the kernels name it; `none` where the policy scores no pages."""
+        """The kind of summary that pages have, as the kernels name it; `none` if pages have none."""
         return self.summary or "none"
 
     @property
     def page_code_bits(self) -> int:
-        """Bits a dimension of key codes, as the kernels take it whatever the summary."""
+        """Bits per dimension of key codes. The kernels take this number with any summary."""
         return self.code_bits or CODE_BITS[-1]
 
     @property
     def selection(self) -> SelectionSpec:
-        """The policy as the kernels take it; hgca has `salience` instead, and fluxion `prediction`."""
+        """The policy as the kernels take it; hgca uses `salience` instead, and fluxion uses `prediction`."""
         attributed = self.unread_attributed or 0.0
         if self.policy in ("dense", "hgca", "fluxion"):
             return SelectionSpec(attributed=attributed)

@@ -1,4 +1,4 @@
-"""How much of the cache decoding read: plain sums, and the line that says them."""
+"""How much of the cache decoding read: plain sums, and log lines that report them."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -10,8 +10,8 @@ _GIB = 2.0**30
 class DecodeStats:
     """Sums over decode rows, KV heads and layers. A full read is every page of the context, K and V.
 
-    A *row* is one query token of one request in one step; a *selection* is one row, KV head and layer. The last
-    token of a prompt counts too where a step computes it alone.
+    A *row* is one query token of one request in one step; a *selection* is one row, KV head and layer. The last token
+    of a prompt counts too if a step computes it alone.
     """
 
     rows: int = 0
@@ -21,13 +21,13 @@ class DecodeStats:
     pages_wasted: int = 0  # read ahead of a stop and dropped
     total_bytes: int = 0  # a full read
     read_bytes: int = 0  # pages read or wasted, and summaries scored
-    summary_bytes: int = 0  # of read_bytes, what were summaries
+    summary_bytes: int = 0  # the part of read_bytes that were summaries
     early_stops: int = 0  # selections that reached the threshold before the last candidate
-    judged: int = 0  # selections that a threshold ended, so that there is an estimate of the weight they kept
-    kept_mass: float = 0.0  # sum over them of the share of the weight kept, by estimate; the group's lowest head
-    microbatches: int = 0  # looks at the threshold
+    judged: int = 0  # selections with a threshold, hence with an estimate of the weight they kept
+    kept_mass: float = 0.0  # sum over `judged` of the estimated share of the weight kept, of the group's lowest head
+    microbatches: int = 0  # checks of the threshold
     streaming: int = 0  # selections that Fluxion let read the retained set alone
-    anchor_bytes: int = 0  # read to observe Fluxion's anchors, beside read_bytes
+    anchor_bytes: int = 0  # read to observe Fluxion's anchors, not part of read_bytes
 
     def __add__(self, other: Self) -> "DecodeStats":
         return DecodeStats(
@@ -36,7 +36,7 @@ class DecodeStats:
 
     @classmethod
     def from_native(cls, stats: Any, layout: Any) -> "DecodeStats":
-        """From the native core's sums and the layout of its pages; `rows` is not among them."""
+        """From the native core's sums and the layout of its pages. The sums have no `rows`: it stays 0."""
         pages = stats.pages_read + stats.pages_wasted
         return cls(
             selections=stats.items,
@@ -56,14 +56,14 @@ class DecodeStats:
 
     @property
     def share_read(self) -> float:
-        """Bytes read over those of a full read, summaries counted as read; 0 where nothing was decoded."""
+        """Bytes read over those of a full read, counting summaries as read; 0 if nothing was decoded."""
         return self.read_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def describe(self, seconds: float = 0.0, packed_bytes: int = 0) -> str:
         """One line for a log.
 
-        seconds        in which it was decoded; 0 leaves the rate out
-        packed_bytes   held by HGCA's packed copies now
+        seconds        that decoding took; 0 leaves out the rate
+        packed_bytes   what HGCA's packed copies hold now
         """
         tokens = f"{self.rows} tokens" + (f" ({self.rows / seconds:.1f} a second)" if seconds > 0 else "")
         parts = [
@@ -86,27 +86,27 @@ class DecodeStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """Sums over decode rows, KV heads and layers of what a device and its host did. A page is K and V of a KV head."""
+    """What a device and its host did, summed over decode rows, KV heads and layers. A page is K and V of a KV head."""
 
     groups: int = 0  # (request, KV head, layer)
-    pages_wanted: int = 0  # asked of the pool: retained set and selected
-    pages_hit: int = 0  # of them, those that the device had
-    pages_fetched: int = 0  # of them, those that were copied from the host store
-    pages_evicted: int = 0  # made room for them
-    pages_wasted: int = 0  # wanted for a group that had enough before they were attended
-    resident_groups: int = 0  # of rows that the device read by itself, since all of their blocks were there
-    ranked_groups: int = 0  # of rows whose pages the device chose by itself; what they read is counted a little later
-    blocks_entered: int = 0  # were copied to the device as wholes, of all layers
-    pages_on_host: int = 0  # attended where they lie, by the host
-    groups_on_host: int = 0  # that the host took
-    microbatches: int = 0  # attended by the device, of one group each
+    pages_wanted: int = 0  # asked of the pool: retained set and selected pages
+    pages_hit: int = 0  # wanted pages that the device had
+    pages_fetched: int = 0  # wanted pages that were copied from the host store
+    pages_evicted: int = 0  # pages that made room for fetched ones
+    pages_wasted: int = 0  # wanted, but the group had enough before they were attended
+    resident_groups: int = 0  # groups of rows that the device read by itself, since it had all their blocks
+    ranked_groups: int = 0  # groups of rows whose pages the device chose; what they read is counted a little later
+    blocks_entered: int = 0  # blocks copied to the device whole, with all layers
+    pages_on_host: int = 0  # pages that the host attended where they lie
+    groups_on_host: int = 0  # groups that the host took
+    microbatches: int = 0  # microbatches of one group that the device attended
     early_stops: int = 0  # groups that had enough before their last candidate
-    looked_groups: int = 0  # groups that were looked at for that
-    kept_mass: float = 0.0  # sum over them of P_acc at the stop, of the head that had least
+    looked_groups: int = 0  # groups that were checked for that
+    kept_mass: float = 0.0  # sum over `looked_groups` of P_acc at the stop, of the lowest head
     failed_loads: int = 0  # parts of microbatches that could not be loaded; the host attended them
     device_busy_s: float = 0.0  # time that the device computed
-    host_busy_s: float = 0.0  # time that the host attended groups that it took
-    step_s: float = 0.0  # time that the layers' decode rows took
+    host_busy_s: float = 0.0  # time that the host spent on the groups that it took
+    step_s: float = 0.0  # time that the decode rows of the layers took
 
     def __add__(self, other: Self) -> "TierStats":
         return TierStats(
@@ -134,7 +134,7 @@ class TierStats:
 
 
 class Interval:
-    """What was decoded since lines were last written, and when the next are due."""
+    """What was decoded since the last log lines, and when the next ones are due."""
 
     def __init__(self, length_s: float) -> None:
         self._length_s = length_s
@@ -143,7 +143,7 @@ class Interval:
         self._begun_s = self._latest_s = 0.0
 
     def add(self, stats: DecodeStats, tiers: TierStats | None, now_s: float) -> None:
-        """Count one step that ended now; one without decode rows is no part of it. Without a device `tiers` is None."""
+        """Count a step that ended now; a step without decode rows does not count. Without a device `tiers` is None."""
         if not stats.rows:
             return
         if not self._stats.rows:
@@ -154,11 +154,11 @@ class Interval:
             self._tiers = self._tiers + tiers
 
     def due(self, now_s: float) -> bool:
-        """Whether lines should be written: its length has passed since the first step counted."""
+        """Whether lines are due: the interval's length has passed since the first step counted."""
         return bool(self._stats.rows) and now_s - self._begun_s >= self._length_s
 
     def take(self, packed_bytes: int) -> list[str]:
-        """The lines, and begin anew; none where nothing was decoded. The rate is that between first and last step."""
+        """Return the lines and begin anew; none if nothing was decoded. The rate is from the first to the last step."""
         stats, self._stats = self._stats, DecodeStats()
         tiers, self._tiers = self._tiers, TierStats()
         lines = [stats.describe(self._latest_s - self._begun_s, packed_bytes)] if stats.rows else []

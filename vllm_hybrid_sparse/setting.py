@@ -1,4 +1,4 @@
-"""Settings as fields of a frozen dataclass: what is known of each is its field's metadata, and checks its value."""
+"""Settings as fields of a frozen dataclass: each field's metadata describes the setting and checks its value."""
 
 import re
 from collections.abc import Callable
@@ -12,22 +12,22 @@ SECTION = "hybrid_sparse"  # the key of `--additional-config` that holds the set
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is known of a field beside its name."""
+    """What is known of a setting, except its name."""
 
     kind: type[int] | type[float] | type[str]
-    default: int | float | str | None  # in effect where the user gives nothing; None: nothing is
+    default: int | float | str | None  # in effect if the user gives none; None: there is none
     values: str  # the legal values, completing "must be"
     allows: Callable[[Any], bool]
     meaning: str
     unit: str = ""
-    policies: tuple[str, ...] = ()  # the only ones that use it; empty: every policy may
+    policies: tuple[str, ...] = ()  # the only policies that use it; empty: all may
     summaries: tuple[str, ...] = ()  # likewise
     devices: tuple[str, ...] = ()  # likewise
-    unless: str = ""  # the setting that takes this one's place where it is given
+    unless: str = ""  # the setting that replaces this one if it is given
 
 
 def setting_field(setting: Setting) -> Any:
-    """A dataclass field; one that not every policy and summary uses stays None until it is known to be used."""
+    """A dataclass field. If only some policies, summaries or devices use it, it is None until known to be used."""
     restricted = setting.policies or setting.summaries or setting.devices
     return field(default=None if restricted else setting.default, metadata={"setting": setting})
 
@@ -76,7 +76,7 @@ def checked(name: str, value: Any, setting: Setting) -> int | float | str:
 
 
 def _typed(value: Any, kind: type[int] | type[float] | type[str]) -> int | float | str | None:
-    """`value` read as `kind`, or None where it is none: text counts as the number it spells, a bool is no number."""
+    """`value` read as `kind`, or None if it is not one. Text counts as the number it spells; a bool is not a number."""
     if kind is str:
         return value if isinstance(value, str) else None
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Every setting of the backend: its values, default and meaning, from which checks and documents are made."""
+"""Every setting of the backend: its values, default and meaning. Checks and documents are made from these."""
 
 import math
 from dataclasses import dataclass, fields
@@ -22,7 +22,7 @@ DEVICE_GRAPHS = ("on", "off")
 HOST_SHARES = ("none", "uniform", "length", "queue")
 ADMISSIONS = ("working_set", "none")
 CUDA_RESIDENT_SHARE = 0.75
-"""A quarter stays for the requests that do not fit. Reckoned, not measured."""
+"""The remaining quarter is for requests that do not fit. This was reasoned, not measured."""
 
 _MAX_TOKENS = 2**24
 _MAX_PAGES = _MAX_TOKENS // PAGE_TOKENS
@@ -36,8 +36,8 @@ class Settings:
     policy: str = choice_field(
         "progressive",
         POLICIES,
-        "which candidates a decode step reads: all pages, the best few, enough of them, HGCA's salient tokens, or as "
-        "many for each head as Fluxion's predictor says",
+        "which candidates a decode step reads: dense, all pages; topk, the best few; progressive, the best until they "
+        "reach the threshold; hgca, HGCA's salient tokens; fluxion, as many for each head as Fluxion's predictor says",
     )
     threshold: float | None = setting_field(
         Setting(
@@ -55,8 +55,8 @@ class Settings:
             default=16,
             values="1 to 1024",
             allows=lambda value: 1 <= value <= 1024,
-            meaning="pages read between two looks at the threshold (PSA's m); where the rest is estimated, "
-            "the steps in which a round of reading grows",
+            meaning="pages read between two checks of the threshold (PSA's m); if the remainder is estimated, a round "
+            "of reading grows in steps of this size",
             unit="pages",
             policies=("progressive",),
         )
@@ -67,8 +67,9 @@ class Settings:
             default="auto",
             values=f"one of {', '.join(REMAINDERS)}",
             allows=REMAINDERS.__contains__,
-            meaning="what the unread pages are taken to weigh: what their key codes say, or each as much as the "
-            "lightest page read (PSA); auto estimates where the summary is key_codes",
+            meaning="how the weight of unread pages is estimated: estimated, from their key codes; lightest_page, by "
+            "assuming that each weighs as much as the lightest page read (PSA); auto takes estimated if the summary is "
+            "key_codes, otherwise lightest_page",
             policies=("progressive",),
         )
     )
@@ -78,7 +79,7 @@ class Settings:
             default=0.05,
             values="above 0 and at most 1",
             allows=lambda value: 0 < value <= 1,
-            meaning="share of the candidate pages to read, rounded up to a page",
+            meaning="share of the candidate pages to read, rounded up to a whole page",
             policies=("topk",),
             unless="topk_pages",
         )
@@ -101,8 +102,8 @@ class Settings:
             default=1.0,
             values="above 0, finite",
             allows=lambda value: value > 0 and math.isfinite(value),
-            meaning="a token is salient to a head that gives it more than so many times the mean attention weight "
-            "(HGCA's β); lower reads more",
+            meaning="a token is salient to a head that gives it more than this many times the mean attention weight "
+            "(HGCA's β); lower values read more",
             policies=("hgca",),
         )
     )
@@ -122,8 +123,8 @@ class Settings:
             default=None,
             values="the path of a file that `hybrid-sparse calibrate` wrote",
             allows=bool,
-            meaning="what predicts the budget of each head; without one, the shipped predictor, where it was made for "
-            "this model's shape",
+            meaning="predicts the budget of each head; if not set, the shipped predictor is used, provided that it was "
+            "made for this model's shape",
             policies=("fluxion",),
         )
     )
@@ -133,7 +134,7 @@ class Settings:
             default=0,
             values=f"one of {', '.join(map(str, BLOCK_GRANULARITIES))}",
             allows=BLOCK_GRANULARITIES.__contains__,
-            meaning="size of the logical blocks that are ranked and read; 0 chooses for each group and step the one "
+            meaning="size of the logical blocks that are ranked and read; 0 chooses, for each group and step, the size "
             "that moves the least data (Fluxion's eq. 3)",
             unit="tokens",
             policies=("fluxion",),
@@ -145,8 +146,8 @@ class Settings:
             default=2048,
             values=f"0 to {_MAX_TOKENS}",
             allows=lambda value: 0 <= value <= _MAX_TOKENS,
-            meaning="requests of so many tokens or fewer attend to everything: choosing takes longer "
-            "there than reading",
+            meaning="requests of at most this many tokens attend to everything, because choosing would take longer "
+            "than reading",
             unit="tokens",
             policies=("fluxion",),
         )
@@ -157,9 +158,9 @@ class Settings:
             default="key_codes",
             values=f"one of {', '.join(SUMMARIES)}",
             allows=SUMMARIES.__contains__,
-            meaning="what is kept of a page to estimate its score: bits of its keys (RaBitQ), ArkVale's centre, "
-            "Quest's bounds; fluxion takes key_codes or minmax, whichever its predictor was made for; dense, which "
-            "reads none, keeps none where it is not given",
+            meaning="what is kept of each page to estimate its score: key_codes, bits of its keys (RaBitQ); "
+            "cuboid_mean, ArkVale's centre; minmax, Quest's bounds; fluxion takes key_codes or minmax, whichever its "
+            "predictor was made for; dense reads no summaries, and keeps none unless this is set",
             policies=(*PAGE_POLICIES, "fluxion"),
         )
     )
@@ -169,7 +170,7 @@ class Settings:
             default=2,
             values=f"one of {', '.join(map(str, CODE_BITS))}",
             allows=CODE_BITS.__contains__,
-            meaning="bits a dimension of a key's code",
+            meaning="bits per dimension of a key's code",
             unit="bits",
             summaries=("key_codes",),
         )
@@ -180,8 +181,9 @@ class Settings:
             default=UNREAD_ATTRIBUTED,
             values="0 to 1",
             allows=lambda value: 0 <= value <= 1,
-            meaning="how much of the attention weight that key codes estimate of the unread pages goes to the "
-            "candidates read, which then count for more beside the retained set; 0 leaves it out, as the papers do",
+            meaning="share of the unread pages' attention weight, estimated from their key codes, that goes to the "
+            "candidates read, which then count for more relative to the retained set; 0 ignores unread pages, as the "
+            "papers do",
             policies=(*PAGE_POLICIES[1:], "fluxion"),
             summaries=("key_codes",),
         )
@@ -206,39 +208,40 @@ class Settings:
             unit="tokens",
         )
     )
-    isa: str = choice_field("auto", ISAS, "instruction set of the CPU kernel; auto takes the best that the machine has")
+    isa: str = choice_field("auto", ISAS, "instruction set of the CPU kernel; auto takes the best the machine has")
     num_threads: int = setting_field(
         Setting(
             kind=int,
             default=0,
             values="0 to 1024",
             allows=lambda value: 0 <= value <= 1024,
-            meaning="threads of the CPU kernel; 0 takes as many as torch's OpenMP has, and one more where vLLM by "
-            "itself leaves a second core idle, on cuda an equal part of the cores for each GPU, less one",
+            meaning="threads of the CPU kernel; 0 takes as many as torch's OpenMP has, plus one if vLLM by its own "
+            "choice binds a lone worker to one of two CPUs; on cuda, 0 takes each GPU's equal share of the cores, less "
+            "one",
             unit="threads",
         )
     )
     thread_pool: str = choice_field(
         "auto",
         THREAD_POOLS,
-        "whose threads help: the kernel's own, or torch's GNU OpenMP team; auto takes openmp where it is loaded and "
-        "has as many",
+        "whose threads help: own, the kernel's own; openmp, torch's GNU OpenMP team; auto takes openmp if it is loaded "
+        "and has enough threads",
     )
     device: str = choice_field(
         "none",
         DEVICES,
-        "where decode rows attend: none, on the CPU where the pages lie; emulated, through a pool of page slots and "
-        "threads that stand for a GPU and its streams (slow: for tests and for studying the pool); cuda, on a GPU and "
-        "its host, which is what vLLM's CUDA platform gets by default and the only one it takes",
+        "where decode rows attend: none, on the CPU, where the pages lie; emulated simulates a GPU and its pool of "
+        "page slots with threads (slow: for tests and for studying the pool); cuda, on a GPU and its host, is the "
+        "default and the only choice on vLLM's CUDA platform",
     )
     device_pool_pages: int | None = setting_field(
         Setting(
             kind=int,
             default=4096,
-            values=f"1 to {_MAX_SLOTS}, and no fewer than two microbatches, of each layer under per_layer",
+            values=f"1 to {_MAX_SLOTS}, and at least two microbatches (with per_layer, for each layer)",
             allows=lambda value: 1 <= value <= _MAX_SLOTS,
-            meaning="page slots of the device, all layers together; on cuda, where it is not given, as many as fit the "
-            "memory that vLLM's profiling leaves",
+            meaning="page slots of the device, all layers together; on cuda, if not set, as many as fit the memory "
+            "that vLLM's profiling leaves",
             unit="pages",
             devices=TIERED_DEVICES,
         )
@@ -246,14 +249,14 @@ class Settings:
     device_pool: str | None = choice_field(
         "unified",
         DEVICE_POOLS,
-        "whether all layers share the slots (PSA) or each has an equal part to itself",
+        "who owns the slots: unified, all layers share them (PSA); per_layer, each layer has an equal part to itself",
         devices=TIERED_DEVICES,
     )
     device_eviction: str | None = choice_field(
         "cyclic",
         DEVICE_EVICTIONS,
-        "which page makes room for another: cyclic, one that its layer left out lately, else the one used last, since "
-        "layers take turns; lru, the one used longest ago; fifo, the one loaded first",
+        "which page makes room for another: cyclic, one that its layer did not use in its last turn, otherwise the "
+        "most recently used one, since layers take turns; lru, the least recently used; fifo, the first loaded",
         devices=TIERED_DEVICES,
     )
     device_resident_share: float | None = setting_field(
@@ -262,9 +265,9 @@ class Settings:
             default=0.0,
             values="0 or more, below 1",
             allows=lambda value: 0 <= value < 1,
-            meaning="part of the slots that may hold whole blocks: a request all of whose blocks are there is read "
-            "whole, by the device alone; 0 has none; on cuda with a unified pool "
-            f"{CUDA_RESIDENT_SHARE} where it is not given",
+            meaning="part of the slots that may hold whole blocks; if all blocks of a request are there, the device "
+            "alone reads the whole request; 0 turns this off; on cuda with a unified pool the default is "
+            f"{CUDA_RESIDENT_SHARE}",
             policies=PAGE_POLICIES,
             devices=TIERED_DEVICES,
         )
@@ -272,35 +275,36 @@ class Settings:
     host_share: str | None = choice_field(
         "none",
         HOST_SHARES,
-        "which groups of query heads the host computes beside the device: none, every second one, the longest rows, or "
-        "what it takes from one queue for both (Fluxion); under hgca the device has the window, the host the rest",
+        "which groups of query heads the host computes while the device computes the others: none; uniform, every "
+        "second one; length, the longest rows; queue, what the host takes from a queue that both share (Fluxion); with "
+        "hgca the device always has the window and the host the rest",
         policies=(*PAGE_POLICIES, "fluxion"),
         devices=TIERED_DEVICES,
     )
     device_ranking: str | None = choice_field(
         "host",
         DEVICE_RANKINGS,
-        "who chooses the pages of a decode row that is not read whole: the host, layer by layer, or the device, which "
-        "then keeps codes and places of all pages of the host store in its memory and waits for nobody; on cuda device "
-        "where it is not given and can be: with a unified pool, cyclic eviction, no host_share, and a policy that "
-        "ranks by key codes with an estimated remainder, or not at all",
+        "who chooses the pages of a decode row that is not read whole: host, layer by layer; device, which keeps the "
+        "codes and places of all pages of the host store in its own memory and does not wait for the host; on cuda the "
+        "default is device if the pool is unified, eviction cyclic and host_share none, and the policy ranks by key "
+        "codes with an estimated remainder or does not rank",
         policies=PAGE_POLICIES,
         devices=TIERED_DEVICES,
     )
     device_graphs: str | None = choice_field(
         "on",
         DEVICE_GRAPHS,
-        "whether what is launched for rows that the device reads by itself, or whose pages it chooses, is captured in "
-        "CUDA graphs and launched as one from then on; --enforce-eager has none either",
+        "whether kernel launches for rows that the device reads by itself, or whose pages it chooses, are captured in "
+        "CUDA graphs and replayed from then on; --enforce-eager also turns this off",
         policies=PAGE_POLICIES,
         devices=("cuda",),
     )
     admission: str | None = choice_field(
         "working_set",
         ADMISSIONS,
-        "which requests run side by side: working_set, only as many as the pool holds the pages of that a step begins "
-        "with, and one at the least (PSA), the others wait in their order; none, as many as vLLM admits, and so on "
-        "cuda where device_pool_pages is not given",
+        "which requests run side by side: working_set, at least one, and only as many as have room in the pool for the "
+        "pages that a step begins with, while the others wait in order (PSA); none, as many as vLLM admits, which on "
+        "cuda is also the case if device_pool_pages is not set",
         devices=TIERED_DEVICES,
     )
     log_interval_s: float = setting_field(
@@ -309,7 +313,7 @@ class Settings:
             default=60.0,
             values="0 or more, finite",
             allows=lambda value: value >= 0 and math.isfinite(value),
-            meaning="time between two log lines on how much of the cache was read; 0 writes none",
+            meaning="time between two log lines that say how much of the cache was read; 0 writes none",
             unit="s",
         )
     )

@@ -1,4 +1,4 @@
-"""Whatever JSON stands where settings belong, it is taken or refused with the setting's name: nothing else happens."""
+"""Any JSON in place of settings is either taken or refused with the setting's name. Nothing else happens."""
 
 import json
 from collections.abc import Callable
@@ -48,7 +48,7 @@ SETTINGS = st.dictionaries(st.sampled_from(NAMES), LIKELY | NUMBERS | ANY_JSON, 
 
 
 def refusal_of(settings: Any, read: Callable[[Any], object] = HybridSparseConfig.from_mapping) -> str:
-    """Why the settings are refused; empty where they are taken. Anything but a ConfigError passes through."""
+    """Why the settings are refused; empty if they are taken. Any error but a ConfigError passes through."""
     try:
         read(settings)
     except ConfigError as error:
@@ -63,7 +63,7 @@ def assert_taken_or_refused(settings: Any) -> None:
         return
     config = HybridSparseConfig.from_mapping(settings)
     used = {name: value for name, value in asdict(config).items() if value is not None}
-    assert HybridSparseConfig.from_mapping(used) == config  # what is in effect can be given
+    assert HybridSparseConfig.from_mapping(used) == config  # the settings in effect can be given again
     json.dumps(used, allow_nan=False)
     assert config.selection is not None
     assert config.retained is not None

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler without a model: what it admits, step by step, when every request writes the token 7."""
+"""vLLM's own scheduler without a model: what it admits, step by step. Every request writes the token 7."""
 
 from collections import deque
 from typing import Any
@@ -17,13 +17,13 @@ BLOCK_TOKENS = 32
 
 
 def request(name: str, prompt_tokens: int, answer_tokens: int, priority: int = 0) -> Request:
-    """A request that ends after so many tokens."""
+    """A request that ends after `answer_tokens` tokens."""
     sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True)
     return Request(name, [3] * prompt_tokens, sampling, None, priority=priority)
 
 
 class Scheduled:
-    """An engine's loop around a scheduler; an asynchronous one plans a step before the last one's tokens are there."""
+    """An engine's loop around a scheduler. If asynchronous, it plans a step before the last step's tokens are there."""
 
     def __init__(self, config: VllmConfig, blocks: int) -> None:
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=KV_HEADS, head_size=16, dtype=torch.float32)
@@ -56,7 +56,7 @@ class Scheduled:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> list[str]:
-        """One step; the requests that run in it."""
+        """Run one step; return the requests that are running."""
         output = self.scheduler.schedule()
         self.begun += [new.req_id for new in output.scheduled_new_reqs]
         self.preempted += sorted(output.preempted_req_ids or ())
@@ -68,7 +68,7 @@ class Scheduled:
         return [request.request_id for request in self.scheduler.running]
 
     def _land(self, output: SchedulerOutput, whole: set[str]) -> None:
-        """A step writes its tokens: one for each request whose prompt is whole after it."""
+        """Write a step's tokens: one for each request whose prompt is complete after it."""
         names = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(
             req_ids=names,

@@ -1,11 +1,9 @@
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.glue.bare_worker import bare_worker
+from tests.glue.fake_config import config_of, platform_of
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue import cpu_worker
 from vllm_hybrid_sparse.glue.backend import HybridSparseBackend
@@ -31,15 +30,8 @@ AOT_COMPILE = "VLLM_USE_AOT_COMPILE"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-@pytest.fixture(autouse=True)
-def _own_environment() -> Iterator[None]:
-    """What a worker sets for its process is not there for the next test."""
-    with mock.patch.dict(os.environ):
-        yield
-
-
 def seen_by_vllms_worker(monkeypatch: pytest.MonkeyPatch, name: str, given: str | None) -> str:
-    """A variable's value when vLLM's worker begins, which may compute, where the user gave one or none."""
+    """A variable's value when vLLM's worker begins and may compute. The user gave the value `given`, or none."""
     seen = []
     monkeypatch.setattr(CPUWorker, "__init__", lambda *_args, **_kwargs: seen.append(os.environ[name]))
     os.environ.pop(name, None)
@@ -72,6 +64,17 @@ def test_compiled_code_outlives_the_temporary_directory(
 
 def test_compiled_code_goes_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert seen_by_vllms_worker(monkeypatch, INDUCTOR_CACHE, str(tmp_path)) == str(tmp_path)
+
+
+def test_an_engine_in_this_process_leaves_another_backend_s_as_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ONEDNN_CACHE, AOT_COMPILE, INDUCTOR_CACHE):
+        os.environ.pop(name, None)
+    os.environ[INDUCTOR_CACHE] = default_cache_dir()
+    before = dict(os.environ)
+    cpu_worker.prepare_environment()
+    assert len(os.environ.items() - before.items()) == 3
+    platform_of(monkeypatch, on_cuda=False).check_and_update_config(config_of(None))
+    assert dict(os.environ) == before
 
 
 def test_steps_count_as_work_after_which_the_heap_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +141,7 @@ def test_a_slow_dtype_is_pointed_out(
 def test_a_model_that_chooses_for_itself_is_refused(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], refusal: str | None
 ) -> None:
-    """MiMo-V2's layers take a backend for values of their own size, whichever was asked for."""
+    """MiMo-V2's layers have values of another size and take a backend for these, whichever was asked for."""
     monkeypatch.setattr(CPUWorker, "load_model", lambda *_, **__: None)
     layer = Attention.__new__(Attention)
     asked_for = {"layer_name": "layers.0", "attn_backend": HybridSparseBackend, "head_size": 64, "head_size_v": 64}
@@ -152,7 +155,7 @@ def test_a_model_that_chooses_for_itself_is_refused(
 
 
 def test_a_prompt_that_is_not_whole_yet_draws_nothing_from_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM samples for every row, and turns back what it discards, which a CPU's generator cannot be."""
+    """vLLM samples for every row and rewinds the generators of discarded rows. A CPU's generator cannot be rewound."""
     generators = {row: torch.Generator().manual_seed(row) for row in (0, 2, 3)}
     batch = SimpleNamespace(generators=dict(generators))
     discarded = np.array([True, True, False, True])

@@ -1,4 +1,4 @@
-"""vLLM's GPU worker over a host store: all of it but the GPU, whose place tensors in CPU memory take."""
+"""vLLM's GPU worker over a host store, without a GPU: tensors in CPU memory take its place."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,17 +16,14 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu_worker import Worker
 
-from benchmarks.serving.backends import FILLING_CONNECTOR
 from tests.glue.test_device_blocks import step
 from tests.kernels.device.interpreter import interprets, mend_interpreter
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse.config import HybridSparseConfig
-from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue import cuda_worker
 from vllm_hybrid_sparse.glue.backend import HybridSparseBackend
 from vllm_hybrid_sparse.glue.cuda_worker import HybridSparseCUDAWorker, allocated_on_host, follow
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadataBuilder
-from vllm_hybrid_sparse.glue.support import _refuse_on_cuda
 from vllm_hybrid_sparse.glue.worker import one_of_each_storage
 from vllm_hybrid_sparse.glue.worker_report import take_report
 from vllm_hybrid_sparse.kernels.dense_attention.reference import attend_dense
@@ -52,7 +49,7 @@ def cached(requests: dict[str, list[int] | None], resumed: set[str] = frozenset(
 
 
 class TestMirror:
-    """Block tables as the scheduler tells them, for either of the runners."""
+    """Block tables as the scheduler reports them, for both of vLLM's runners."""
 
     def tables(self, mirror: BlockMirror, *names: str) -> Any:
         with mirror.step(lambda _order: names):
@@ -125,7 +122,7 @@ def bare_worker(runtime: HostRuntime | None = None) -> Any:
 def test_vllm_counts_blocks_by_host_memory_and_the_pool_gets_what_profiling_leaves(
     asked: int | None, pages: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the settings number the pool's pages, nothing is profiled: vLLM is told a size, by which it does not."""
+    """If the settings fix the pool's pages, nothing is profiled: vLLM is told a size, and then it does not profile."""
     seen: list[int | None] = []
 
     def profile(self: Any) -> int:
@@ -165,7 +162,7 @@ def kernel_of(runtime: HostRuntime) -> Any:
 
 
 class Served:
-    """A worker whose "model" is one layer: what vLLM would hand to it is made here, as each runner does."""
+    """A worker whose "model" is one layer. It gets what vLLM would hand to it, as each of the runners does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, v2: bool) -> None:
         settings = HybridSparseConfig(
@@ -190,7 +187,7 @@ class Served:
         monkeypatch.setattr(Worker, "execute_model", lambda _worker, _output: self.forward())
 
     def forward(self) -> str:
-        """One layer over the step's rows: what is beyond them is padding."""
+        """Run one layer over the step's rows and some padding behind them."""
         lengths, starts, parts = [], [0], []
         for name, tokens, _ in self.rows:
             new = torch.randn(tokens, Q_HEADS + 2 * KV_HEADS, HEAD_DIM)
@@ -235,7 +232,7 @@ class Served:
 def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     if not interprets():
         pytest.skip("the kernels are compiled in this run")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter asks again at its first launch
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter reads it again at its first launch
     mend_interpreter()
     torch.manual_seed(0)
     made = Served(monkeypatch, v2=request.param)
@@ -254,7 +251,7 @@ def test_requests_are_served_from_what_the_scheduler_and_the_runner_say(served: 
     assert (tiers.groups, tiers.resident_groups) == (12 * KV_HEADS, 10 * KV_HEADS)
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN")  # what lies in the store before anything was stored
+@pytest.mark.filterwarnings("ignore:All-NaN")  # of what the store holds before anything is stored
 def test_long_contexts_are_warmed_up_behind_vllms_own(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _worker: "times")
     assert served.worker.compile_or_warm_up_model() == "times"
@@ -262,11 +259,11 @@ def test_long_contexts_are_warmed_up_behind_vllms_own(served: Served, monkeypatc
 
 
 class TritonError(Exception):
-    """Stands for Triton's."""
+    """Stands for Triton's own error."""
 
 
 def test_a_warm_up_that_fails_is_left_to_the_first_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's errors are of a class of their own."""
+    """Triton's errors have a class of their own."""
     said: list[str] = []
 
     def fail() -> None:
@@ -280,7 +277,7 @@ def test_a_warm_up_that_fails_is_left_to_the_first_request(served: Served, monke
 
 
 def test_a_request_that_comes_again_is_not_read_where_it_was(served: Served) -> None:
-    """Blocks that others have had meanwhile, and those of a prefix that nobody has written since."""
+    """One of its blocks was another's meanwhile; the other holds a prefix that nobody has written since."""
     served.step([("a", 40, True)], scheduled_new_reqs=[new_request("a", [6, 1])])
     for _ in range(2):
         served.step([("a", 1, False)], scheduled_cached_reqs=cached({"a": None}))
@@ -324,7 +321,7 @@ def test_the_figures_ride_on_the_output_of_either_runner(
     served.step([("a", 40, True)], scheduled_new_reqs=[new_request("a", [6, 1])])
     served.step([("a", 1, False)], scheduled_cached_reqs=cached({"a": None}))
     output = worker.sample_tokens(None)
-    assert isinstance(output, AsyncModelRunnerOutput) is promised  # which nobody has waited for
+    assert isinstance(output, AsyncModelRunnerOutput) is promised  # a promise that nobody has waited for
     carried = (output.get_output() if promised else output).ec_connector_output.ec_connector_stats
     report = take_report(SchedulerStats(ec_connector_stats=carried.data))
     assert report is not None
@@ -339,24 +336,3 @@ def test_a_made_up_step_has_no_batch(served: Served) -> None:
 @pytest.mark.parametrize(("major", "serves"), [(7, False), (8, True), (9, True)])
 def test_the_backend_says_which_gpus_it_serves(major: int, serves: bool) -> None:
     assert HybridSparseBackend.supports_compute_capability(SimpleNamespace(major=major, minor=0)) is serves
-
-
-def test_what_a_gpu_does_not_serve_is_refused_before_a_process_is_started() -> None:
-    def config(**changes: Any) -> Any:
-        given: dict[str, Any] = {
-            "kv_transfer_config": None,
-            "cache_config": None,
-            "parallel_config": SimpleNamespace(enable_dbo=False),
-            "model_config": SimpleNamespace(get_head_size=lambda: 128),
-        }
-        return SimpleNamespace(**(given | changes))
-
-    _refuse_on_cuda(config())
-    _refuse_on_cuda(config(kv_transfer_config=SimpleNamespace(**FILLING_CONNECTOR)))  # `benchmarks.gpu_timing`
-    for name, changes in (
-        ("kv_connector=Some", {"kv_transfer_config": SimpleNamespace(kv_connector="Some")}),
-        ("enable_dbo=True", {"parallel_config": SimpleNamespace(enable_dbo=True)}),
-        ("head_size=512: must be at most 256", {"model_config": SimpleNamespace(get_head_size=lambda: 512)}),
-    ):
-        with pytest.raises(ConfigError, match=f"^{name}.* on cuda"):
-            _refuse_on_cuda(config(**changes))

@@ -1,4 +1,4 @@
-"""Blocks that something else than a layer writes lose their device slots before the step."""
+"""Blocks that something other than a layer writes lose their device slots before the step."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +58,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def resident(worker: Any) -> set[int]:
-    """Blocks of which every page is in the pool; of the others none may be."""
+    """Blocks that have every page in the pool. The others may have none there."""
     keys = named(worker._runtime.device_tier.pool._table.pages())
     counts = {block: sum(key.page // 2 == block for key in keys) for block in range(BLOCKS)}
     assert set(counts.values()) <= {0, 2 * KV_HEADS * LAYERS}
@@ -66,7 +66,7 @@ def resident(worker: Any) -> set[int]:
 
 
 def test_blocks_that_are_copied_zeroed_or_loaded_are_dropped_in_every_layer(worker: Any) -> None:
-    new = SimpleNamespace(block_ids=([5, 4],), num_computed_tokens=32)  # of which a connector may have loaded one
+    new = SimpleNamespace(block_ids=([5, 4],), num_computed_tokens=32)  # a connector may have loaded the first
     assert worker.execute_model(step()) == "done"
     assert resident(worker) == {0, 1, 2, 3, 4, 5}
     copies = [KVCacheBlockCopy(src_block_id=0, dst_block_id=1)]
@@ -85,7 +85,7 @@ def test_a_block_that_was_loaded_in_part_is_dropped_too(worker: Any) -> None:
 def test_of_a_request_that_goes_on_blocks_are_dropped_where_it_was_preempted(
     resumed: set[str], left: set[int], worker: Any
 ) -> None:
-    """Blocks of one that was not are new, and hold nothing; of one that was they may have been loaded."""
+    """A preempted request's blocks may have been loaded. The blocks of any other are new and hold nothing."""
     cached = SimpleNamespace(
         req_ids=["a", "b"],
         new_block_ids=[([2, 0, 1],), None],

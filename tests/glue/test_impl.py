@@ -1,4 +1,4 @@
-"""What a layer does with rows that are not of the KV cache's dtype, or that it holds by a scale."""
+"""What a layer does if its rows have another dtype than the KV cache, or if the cache has scales."""
 
 from types import SimpleNamespace
 from typing import Any

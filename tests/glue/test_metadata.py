@@ -15,11 +15,11 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def step(tokens: list[int], lengths: list[int], prefilling: list[bool]) -> Any:
+def step(tokens: list[int], lengths: list[int], prefilling: list[bool] | None) -> Any:
     """vLLM's metadata of a step; request r has the blocks 10 r and 10 r + 1."""
     return SimpleNamespace(
         num_reqs=len(tokens),
-        is_prefilling=torch.tensor(prefilling),
+        is_prefilling=None if prefilling is None else torch.tensor(prefilling),
         causal=True,
         query_start_loc_cpu=int32(0, *torch.tensor(tokens).cumsum(0).tolist()),
         seq_lens=int32(*lengths),
@@ -28,10 +28,13 @@ def step(tokens: list[int], lengths: list[int], prefilling: list[bool]) -> Any:
     )
 
 
+DRAFTS = 2  # at most, for one request
+
+
 def rows(common: Any, speculates: bool) -> list[list[Any]]:
     """First tokens, lengths, tables and decode flags of the batch's rows."""
     builder = HybridSparseMetadataBuilder.__new__(HybridSparseMetadataBuilder)
-    builder._speculates = speculates
+    builder._drafts = DRAFTS if speculates else 0
     batch: Any = builder.build(0, common).batch
     starts, lengths, tables, slots, decoding = batch.tensors[:5]
     assert torch.equal(slots, common.slot_mapping), "tokens are stored as vLLM says"
@@ -53,3 +56,20 @@ def test_a_token_and_its_drafts_are_rows_of_their_own_and_a_chunk_of_a_prompt_is
 def test_without_drafts_rows_are_requests(speculates: bool) -> None:
     common = step(tokens=[1, 7, 1], lengths=[40, 7, 9], prefilling=[False, True, False])
     assert rows(common, speculates) == [[0, 1, 8, 9], [40, 7, 9], [0, 10, 20], [True, False, True]]
+
+
+def test_what_a_preemption_took_is_computed_again_as_one_row() -> None:
+    """vLLM says that such tokens decode if they lie behind the prompt."""
+    common = step(tokens=[300, 3, 1, 4], lengths=[340, 103, 9, 50], prefilling=[False] * 4)
+    assert rows(common, speculates=True) == [
+        [0, 300, 301, 302, 303, 304, 308],
+        [340, 101, 102, 103, 9, 50],
+        [0, 10, 10, 10, 20, 30],
+        [False, True, True, True, True, False],
+    ]
+
+
+@pytest.mark.parametrize("speculates", [True, False])
+def test_where_vllm_does_not_say_what_decodes_all_rows_are_exact(speculates: bool) -> None:
+    common = step(tokens=[1, 3, 1], lengths=[40, 7, 9], prefilling=None)
+    assert rows(common, speculates) == [[0, 1, 4, 5], [40, 7, 9], [0, 10, 20], [False, False, False]]

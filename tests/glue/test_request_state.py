@@ -42,7 +42,7 @@ def test_finished_aborted_and_preempted_requests_lose_their_slots(worker: Hybrid
 
 
 def test_an_engine_shares_nothing_with_the_one_before_it_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or its layers would be counted with those, and its batches be taken for theirs."""
+    """Otherwise its layers would be counted with the earlier ones, and its batches taken for theirs."""
     settings = HybridSparseConfig(num_threads=1)
     loaded = list[HostRuntime]()
     monkeypatch.setattr(CPUWorker, "load_model", lambda *_, **__: loaded.append(host_runtime(settings)))

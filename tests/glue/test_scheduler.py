@@ -1,4 +1,4 @@
-"""vLLM's own schedulers admit by working set: in their order, never more than fit, never nobody."""
+"""vLLM's own schedulers admit by working set: in their order, never more than fit, and always at least one."""
 
 import random
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 
 MOST_TOKENS, MOST_REQUESTS = 512, 8
 RETAINED = {"sink_tokens": 16, "window_tokens": 32}
-OF_A_LONG_ONE = KV_HEADS * (1 + 2 + 1 + 2 * 8)  # pages of a layer
+OF_A_LONG_ONE = KV_HEADS * (1 + 2 + 1 + 2 * 8)  # working set of a long request, in pages of a layer
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A configuration as `vllm serve` makes it, by the command line's own way."""
+    """A configuration, made as `vllm serve` makes it from its command line."""
     arguments = EngineArgs(
         model=str(make_tiny_model("llama-gqa", tmp_path_factory.mktemp("model"))),
         dtype="float32",
@@ -45,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def config(made: Any) -> Callable[..., Any]:
-    """A copy with other settings, and async scheduling or not, chosen anew."""
+    """Makes a copy with other settings, with or without async scheduling, and chooses its scheduler anew."""
 
     def changed(*, asynchronous: bool = False, scheduler_cls: Any = None, **settings: Any) -> Any:
         copy = deepcopy(made)
@@ -121,7 +121,7 @@ def test_as_many_run_as_the_pool_holds_and_one_always_does(
 def test_random_requests_all_end_in_a_pool_and_a_store_that_are_too_small(
     config: Callable[..., Any], asynchronous: bool, seed: int
 ) -> None:
-    """Requests come at random and are preempted for want of blocks; the pool is overrun by a single one alone."""
+    """Requests come at random and are preempted for want of blocks. Only one that runs alone may overrun the pool."""
     rng = random.Random(seed)
     pool_pages = rng.choice([OF_A_LONG_ONE * 2 + 5, OF_A_LONG_ONE * 3]) * LAYERS
     served = Scheduled(config(asynchronous=asynchronous, device_pool_pages=pool_pages), blocks=24)
@@ -157,7 +157,7 @@ def test_a_priority_queue_keeps_its_order(config: Callable[..., Any]) -> None:
 
 
 def test_who_waits_with_blocks_is_vetted_before_who_waits_without(config: Callable[..., Any]) -> None:
-    """vLLM takes those first whose KV a connector has loaded: it is their working sets that must fit."""
+    """vLLM first takes requests whose KV a connector has loaded, so their working sets must fit."""
     served = Scheduled(config(device_pool_pages=(OF_A_LONG_ONE + 4) * LAYERS), blocks=400)
     served.add("long", prompt_tokens=400, answer_tokens=50)
     served.step()
@@ -188,7 +188,7 @@ def test_the_user_s_own_limit_holds(config: Callable[..., Any]) -> None:
 
 
 def test_a_short_request_that_comes_later_does_not_overtake(config: Callable[..., Any]) -> None:
-    """One that would fit waits behind one that does not: nothing that goes on coming can starve it."""
+    """A request that fits waits behind one that does not, so a stream of short ones cannot starve a long one."""
     served = Scheduled(config(device_pool_pages=(OF_A_LONG_ONE + 4) * LAYERS), blocks=400)
     served.add("long", prompt_tokens=400, answer_tokens=50)
     served.step()

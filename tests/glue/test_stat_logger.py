@@ -1,4 +1,4 @@
-"""The way of a worker's figures to an API server's metrics, through vLLM's own classes."""
+"""How a worker's figures reach an API server's metrics, through vLLM's own classes."""
 
 import pickle
 from collections.abc import Iterator
@@ -174,7 +174,7 @@ def test_engines_are_told_apart_and_one_that_is_not_ours_is_not_counted() -> Non
     logger.record(received(REPORT), None, engine_idx=1)
     stats = received(REPORT)
     logger.record(stats, None, engine_idx=7)
-    assert stats.ec_connector_stats is None  # loggers after ours must not meet it
+    assert stats.ec_connector_stats is None  # loggers after ours must not see it
     text = exposed()
     assert f'{PREFIX}decode_rows_total{{engine="1",model_name="tiny"}} 1.0' in text
     assert f'{PREFIX}decode_rows_total{{engine="0",model_name="tiny"}} 0.0' in text
@@ -205,7 +205,7 @@ def test_exposed_names_are_those_of_the_registry() -> None:
 
 @pytest.fixture
 def made_with(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What vLLM's manager of loggers is made with, behind our hook."""
+    """The custom loggers that vLLM's manager of loggers is made with, behind our hook."""
     given: list[Any] = []
 
     def make(_self: Any, _config: Any, _engines: Any = None, custom_stat_loggers: Any = None, **_: Any) -> None:

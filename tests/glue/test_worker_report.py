@@ -50,7 +50,7 @@ class Steps:
         self.worker._reports, self.worker._ready, self.worker._host_kv_bytes = True, True, 4096
 
     def step(self, stats: DecodeStats, output: Any = None) -> WorkerReport | None:
-        """Run one; return the report on its output."""
+        """Run one step; return the report on its output."""
         self.stats = stats
         self.output = ModelRunnerOutput(req_ids=[], req_id_to_index={}) if output is None else output
         given = self.worker.sample_tokens(None)

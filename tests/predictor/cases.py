@@ -21,7 +21,7 @@ class Layer(NamedTuple):
 
 
 def random_layer(group: int, tokens: int, seed: int, *, kv_heads: int = 2, sharpness: float = 3.0) -> Layer:
-    """Heads of unlike outputs: the first KV head's values are small, the first query head hardly chooses."""
+    """A layer whose heads differ: the first KV head's values are small, the first query head hardly chooses."""
     generator = torch.Generator().manual_seed(seed)
     query = sharpness * torch.randn(kv_heads * group, HEAD_DIM, generator=generator, dtype=torch.float64)
     keys, values = (torch.randn(kv_heads, tokens, HEAD_DIM, generator=generator, dtype=torch.float64) for _ in range(2))

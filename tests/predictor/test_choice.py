@@ -1,4 +1,4 @@
-"""Which predictor serves: the one that is named, else the shipped one where it fits, else none."""
+"""Which predictor serves: the one that is named, else the shipped one if it fits, else none."""
 
 from pathlib import Path
 

@@ -150,7 +150,7 @@ def layers(group: int, tokens: int) -> tuple[Layer, Layer]:
 
 @cache
 def anchor_budgets(group: int) -> list[list[float]]:
-    """By head and granularity, for the anchor of the test of formulas."""
+    """The least budgets by head and granularity, for the anchor in the test of the formulas."""
     earlier, _ = layers(group, TOKENS)
     return least_budgets(*earlier, SCALE, RETAINED, TAU)[0]
 

@@ -1,4 +1,4 @@
-"""Labels against one attention for each budget that is tried."""
+"""Labels, compared with trying every budget, one attention for each."""
 
 import pytest
 import torch

@@ -62,7 +62,7 @@ def test_outputs_are_standardised_back_and_features_held_within_ten_deviations()
     torch.testing.assert_close(properties.growth, outputs[:, 1] * predictor.target_std[1] + predictor.target_mean[1])
     torch.testing.assert_close(properties.streaming, outputs[:, 2].sigmoid())
     far = predictor.feature_mean + predictor.feature_std * torch.tensor([[11.0], [1000.0]])
-    # Each by itself: rows of one product of matrices need not be added up in the same order.
+    # One row at a time: a product of matrices need not sum up all its rows in the same order.
     assert torch.equal(predictor(far[:1]), predictor(far[1:]))
 
 
@@ -96,7 +96,7 @@ sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) != 0)
 
 
 def test_a_process_that_has_read_a_predictor_may_be_forked() -> None:
-    """vLLM's first process reads it and forks the engine's, where torch would wait for threads that stayed."""
+    """vLLM's first process reads it and forks the engine's. There torch would wait for threads that were not forked."""
     script = [sys.executable, "-c", FORKED, str(SMOLLM2_PREDICTORS[CODES])]
     assert subprocess.run(script, timeout=120, check=False).returncode == 0
 
@@ -198,6 +198,21 @@ def test_what_is_no_predictor_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(1)}, other)
     with pytest.raises(ConfigError, match="must be a file that `hybrid-sparse calibrate` wrote"):
         load_predictor(other, SHAPE, RetainedSet(), CODES)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = 300 * "n"
+    with pytest.raises(ConfigError, match=rf"^hybrid_sparse.predictor={tmp_path}/{name}: .*File name too long"):
+        load_predictor(tmp_path / name, SHAPE, RetainedSet(), CODES)
+    path = tmp_path / "mine.safetensors"
+    made().save(path, ORIGIN)
+
+    def refuse(*_args: object, **_named: object) -> None:  # as for another user's file, which root could read
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match=rf"^hybrid_sparse.predictor={path}: .*Permission denied"):
+        load_predictor(path, SHAPE, RetainedSet(), CODES)
 
 
 def test_a_shape_that_no_model_has_is_refused() -> None:

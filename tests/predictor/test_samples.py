@@ -1,4 +1,4 @@
-"""Shards keep what they were given, and what is none is refused."""
+"""Shards keep what they were given, and files that are no shards are refused."""
 
 from dataclasses import fields
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training repeats itself, learns what there is to learn, and validation counts right."""
+"""Training is repeatable and learns what there is to learn, and validation counts correctly."""
 
 import numpy as np
 import pytest
@@ -54,14 +54,14 @@ def test_what_follows_from_the_features_is_learnt() -> None:
     assert figures["streaming_precision"] > 0.9
     assert figures["streaming_recall"] > 0.9
     spread = np.abs(prompt(9).budgets[..., 0][prompt(9).budgets[..., 0] > 0] - 0.145).mean()
-    assert figures["base_budget_error"] < 0.6 * spread  # of a constant guess
+    assert figures["base_budget_error"] < 0.6 * spread  # the error of a constant guess
 
 
 @pytest.mark.parametrize("quantile", [0.25, 0.9])
 def test_the_quantile_is_the_share_of_budgets_that_suffice(quantile: float) -> None:
     rng = np.random.default_rng(0)
     samples = prompt(0, steps=200)
-    noise = rng.uniform(0.1, 0.5, samples.budgets.shape[:-1]).astype(np.float32)  # nothing in the features tells
+    noise = rng.uniform(0.1, 0.5, samples.budgets.shape[:-1]).astype(np.float32)  # nothing in the features tells it
     budgets = np.repeat(noise[..., None], 5, axis=-1)
     samples = Samples(np.zeros_like(samples.features), budgets, budgets[..., 1:], samples.host_tokens)
     config = TrainingConfig(epochs=10, batch_heads=128, quantile=quantile)
@@ -72,7 +72,7 @@ def test_the_quantile_is_the_share_of_budgets_that_suffice(quantile: float) -> N
 
 
 def test_the_quantile_is_that_of_each_budget_and_not_of_the_two_properties_it_is_made_of() -> None:
-    """bgt_0 and k scatter each by itself, so the sum of their quantiles would suffice more often."""
+    """bgt_0 and k scatter independently, so the sum of their quantiles would suffice more often."""
     rng = np.random.default_rng(0)
     samples = prompt(0, steps=200)
     base, growth = (rng.uniform(*span, samples.budgets.shape[:-1]) for span in ((0.1, 0.3), (0.0, 0.05)))
@@ -133,7 +133,7 @@ def test_validation_counts_heads_by_hand() -> None:
     assert figures["streaming_share"] == 0.5
     assert figures["streaming_precision"] == 1.0
     assert figures["streaming_recall"] == 0.5
-    # blocks of 128 of 8: predicted 2, 5, 3, none; least 2, 4, 0, 0; settled 2, 6, 0, 0
+    # of 8 blocks of 128 tokens: predicted 2, 5, 3, none; least 2, 4, 0, 0; settled 2, 6, 0, 0
     assert figures["reached"] == 1.0
     assert figures["reached_settled"] == 0.75
     assert figures["reached_retrieval"] == 1.0

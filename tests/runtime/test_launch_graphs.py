@@ -1,4 +1,4 @@
-"""Launches that come again are captured once, and what they read is the step's own."""
+"""Launches that come again are captured once, and read the tensors of their own step."""
 
 import logging
 from collections.abc import Callable
@@ -18,7 +18,7 @@ TINY = Shape(head_dim=16, block_tokens=32)
 
 
 class Relaunched:
-    """Stands for a graph over tensors in CPU memory: it launches what it was captured of, as that was."""
+    """Stands for a graph over tensors in CPU memory: it launches again exactly what it captured."""
 
     replays = 0
 
@@ -60,12 +60,12 @@ def test_a_capture_that_fails_costs_nothing_but_time(caplog: pytest.LogCaptureFi
     assert launched == [0, 1, 2, 3]
     assert [record.getMessage() for record in caplog.records] == [
         "hybrid_sparse: launches cannot be captured in CUDA graphs (operation not permitted when stream is capturing); "
-        "they cost more now"
+        "what is not captured yet costs more"
     ]
 
 
 def keys_run(graphs: LaunchGraphs, keys: str) -> list[tuple[str, int]]:
-    """What runs for some keys one after another: the key, and the call that it was launched or captured in."""
+    """Run some keys one after another; return each run's key and the call in which it was launched or captured."""
     launched: list[tuple[str, int]] = []
     for call, key in enumerate(keys):
         graphs.run(key, partial(launched.append, (key, call)))
@@ -76,7 +76,7 @@ def test_a_graph_makes_room_when_it_was_not_used_for_long(monkeypatch: pytest.Mo
     monkeypatch.setattr(launch_graphs, "_MOST", 2)
     monkeypatch.setattr(launch_graphs, "_IDLE_RUNS", 5)
     launched = keys_run(LaunchGraphs(Relaunched), "aabbcc" + "aaaa" + "cc" + "bb")
-    # There is no room for c before b was idle for five runs; then b is launched, and has none in its turn.
+    # There is no room for c until b has been idle for five runs. After that there is none for b, which is launched.
     assert launched[:6] == [("a", 0), ("a", 1), ("b", 2), ("b", 3), ("c", 4), ("c", 5)]
     assert launched[6:10] == [("a", 1)] * 4
     assert launched[10:12] == [("c", 10), ("c", 10)]
@@ -117,7 +117,7 @@ def test_there_is_room_for_a_number_and_not_much_more() -> None:
     ("policy", "resident"), [("dense", 0.0), ("dense", 0.4), ("dense", 0.9), ("topk-codes", 0.0), ("codes", 0.0)]
 )
 def test_steps_that_are_replayed_read_their_own_pages(policy: str, resident: float) -> None:
-    """Over the ends of pages, which are summarised before the attention, and of a block."""
+    """The steps cross the end of a block and the ends of pages, which are summarised before the attention."""
     settings = {**SMALL, **POLICIES[policy], "device": "cuda", "device_ranking": "device"}
     settings |= {"device_pool_pages": 128, "device_resident_share": resident}
     Relaunched.replays = 0

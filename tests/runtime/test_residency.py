@@ -27,7 +27,7 @@ DEVICES = pytest.mark.parametrize("device", ["emulated", "cuda"])
 
 
 def model_of(device: str, frames: int = 40, paged: int = 64, **settings: Any) -> TieredModel:
-    """A pool with room for so many frames, and slots for single pages beside them."""
+    """A model whose pool has room for `frames` frames and, besides them, `paged` slots for single pages."""
     slots = frames * FRAME_SLOTS + paged
     return TieredModel(
         {
@@ -56,7 +56,7 @@ def begin(model: TieredModel, *lengths: int) -> list[list[Request]]:
 
 
 def decode(model: TieredModel, *requests: list[Request], prompts: Sequence[tuple[list[Request], int]] = ()) -> Any:
-    """One step, all of whose rows are compared with the references; which of the decode rows were resident."""
+    """Run one step and compare all its rows with the references; return which decode rows were resident."""
     steps = model.step([*((request, 1) for request in requests), *prompts])
     assert model.divided is not None
     for layer, step in zip(model.layers, steps, strict=True):
@@ -68,7 +68,7 @@ def decode(model: TieredModel, *requests: list[Request], prompts: Sequence[tuple
 
 
 def check_frames(model: TieredModel, resident: Sequence[list[Request]]) -> None:
-    """What resident requests have in frames is what was appended, to the last bit."""
+    """Check that the frames of resident requests hold what was appended, bit for bit."""
     for request in resident:
         for index, of_layer in enumerate(request):
             frames = torch.from_numpy(of(model)._blocks.frames_of(torch.tensor(of_layer.blocks).numpy())).long()
@@ -84,7 +84,7 @@ def finish(model: TieredModel, request: list[Request]) -> None:
 
 @DEVICES
 def test_rows_are_resident_from_their_second_step_on(device: str) -> None:
-    """At every length around pages and blocks, and over the ends of both."""
+    """Requests have every length around pages and blocks, and grow over the ends of both."""
     with model_of(device, frames=60) as model:
         requests = begin(model, 1, 15, 31, 32, 33, 95, 150)
         assert decode(model, *requests) == [False] * 7
@@ -155,9 +155,9 @@ def test_a_row_that_can_not_grow_makes_room_for_others(device: str) -> None:
         assert decode(model, one, other) == [False, False]
         assert [decode(model, one, other) for _ in range(2)] == [[True, True]] * 2
         assert decode(model, one, other) == [False, True]  # 129 tokens, and 8 frames are taken
-        for _ in range(3):  # to 128 of the other's
+        for _ in range(3):  # until the other has 128 tokens
             assert decode(model, one, other) == [False, True]
-        assert decode(model, one, other) == [False, True]  # it has one of the first's frames
+        assert decode(model, one, other) == [False, True]  # the other has one of the first one's frames
         finish(model, other)
         assert decode(model, one) == [False]
         assert decode(model, one) == [True]
@@ -240,13 +240,13 @@ def test_a_step_that_ended_early_leaves_no_block_in_a_frame(device: str) -> None
 
 
 class Slowly:
-    """A mark that is not passed before it is said to be."""
+    """A mark that has passed only when the test says so."""
 
     def __init__(self) -> None:
         self.has_passed = False
 
     def wait(self) -> None:
-        """Not at all."""
+        """Does not wait."""
 
     def passed(self) -> bool:
         return self.has_passed
@@ -254,7 +254,7 @@ class Slowly:
 
 @pytest.fixture
 def slowly(monkeypatch: pytest.MonkeyPatch) -> Slowly:
-    """What stands behind the copies to frames, which are done at once; one block is waited for, more are not."""
+    """The mark behind copies to frames, which are in fact done at once. A step waits for one block, not for more."""
     monkeypatch.setattr(residency, "AWAITED_BYTES", 0)
     fill_frames, mark = Loader._fill_frames, Slowly()
 
@@ -268,7 +268,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Slowly:
 
 @DEVICES
 def test_no_step_waits_for_many_blocks(device: str, slowly: Slowly) -> None:
-    """They stay where they are, and grow, until all but the last have arrived."""
+    """The rows are read on two tiers, and grow, until all their blocks but the last have arrived."""
     with model_of(device) as model:
         one, other = begin(model, 100, 120)
         assert [decode(model, one) for _ in range(3)] == [[False]] * 3
@@ -279,6 +279,33 @@ def test_no_step_waits_for_many_blocks(device: str, slowly: Slowly) -> None:
         assert of(model).entered_blocks == 4
         assert [decode(model, one, other) for _ in range(3)] == [[True, False], [True, False], [True, True]]
         assert of(model).entered_blocks == 8
+
+
+@DEVICES
+def test_resident_rows_do_not_follow_copies_under_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "AWAITED_BYTES", 0)
+    marks: list[Slowly] = []
+    fill_frames = Loader._fill_frames
+
+    def filled(self: Loader, fill: FrameFill) -> Any:
+        fill_frames(self, fill)
+        marks.append(Slowly())
+        return marks[-1]
+
+    monkeypatch.setattr(Loader, "_fill_frames", filled)
+    with model_of(device) as model:
+        short, long = begin(model, 10, 100)
+        assert [decode(model, short) for _ in range(2)] == [[False], [True]]
+        of_short = len(marks)
+        for _ in range(3):
+            assert decode(model, short, long) == [True, False]
+            assert model.divided is not None
+            assert model.divided.rows is not None
+            assert model.divided.rows.ready in marks[:of_short]
+        assert len(marks) > of_short
+        for mark in marks:
+            mark.has_passed = True
+        assert [decode(model, short, long) for _ in range(3)][-1] == [True, True]
 
 
 @DEVICES
@@ -337,7 +364,7 @@ def test_no_row_is_resident_where_no_frame_fits(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize(("device", "seed"), [("emulated", 0), ("emulated", 1), ("emulated", 2), ("cuda", 3)])
 def test_requests_that_come_and_go_as_they_like(device: str, seed: int, slowly: Slowly) -> None:
-    """Any order of prompts, steps with some of the requests, ends, and blocks written elsewhere, in scarce frames."""
+    """Prompts, steps of some requests, ends, and blocks written elsewhere come in any order, and frames are scarce."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(below: int) -> int:

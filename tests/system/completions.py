@@ -21,12 +21,12 @@ class Answer:
     margins: tuple[float, ...] = ()  # log-probability of the best token minus the second's; empty if not asked for
 
     def cut(self, tokens: int) -> "Answer":
-        """Return the first `tokens` of it."""
+        """Return its first `tokens` tokens."""
         return Answer(self.token_ids[:tokens], self.margins[:tokens])
 
 
 def difference(expected: Answer, found: Answer) -> str:
-    """Return where `found` leaves `expected` and how close the decision was there; empty where they are equal."""
+    """Return where `found` leaves `expected` and how close the decision was there; empty if they are equal."""
     if found.token_ids == expected.token_ids:
         return ""
     pairs = zip(expected.token_ids, found.token_ids, strict=False)
@@ -43,7 +43,7 @@ def differences(expected: Sequence[Answer], found: Sequence[Answer]) -> list[str
 
 
 def margins_where_parted(expected: Sequence[Answer], found: Sequence[Answer]) -> list[float]:
-    """Of each pair that differs, how close the decision was at which `found` leaves `expected`."""
+    """For each pair that differs, how close the decision was at which `found` leaves `expected`."""
     parted = []
     for left, right in zip(expected, found, strict=True):
         pairs = zip(left.token_ids, right.token_ids, strict=True)
@@ -59,7 +59,7 @@ def complete(
 
 
 def complete_together(server: Server, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
-    """As `complete`, all prompts in one HTTP request, so that none arrives late on a busy machine."""
+    """Like `complete`, but with all prompts in one HTTP request, so that none arrives late on a busy machine."""
     payload = _payload(server, prompts[0], max_tokens) | {"prompt": [list(prompt) for prompt in prompts]}
     status, body = post(server, payload)
     if status != 200:
@@ -71,7 +71,7 @@ def complete_together(server: Server, prompts: Sequence[Sequence[int]], max_toke
 def complete_while_aborting(
     server: Server, prompts: Sequence[Sequence[int]], aborted: Sequence[Sequence[int]], max_tokens: int
 ) -> list[Answer]:
-    """As `complete`, all at once, while clients of the prompts `aborted` hang up after a few tokens each."""
+    """Like `complete`, all at once, while clients of the prompts `aborted` hang up after a few tokens each."""
 
     async def both() -> list[Answer]:
         answers = asyncio.create_task(_complete_all(server, prompts, max_tokens, len(prompts), margins=False))
@@ -100,7 +100,7 @@ def post(server: Server, payload: dict[str, object]) -> tuple[int, str]:
 
 
 def metric(server: Server, name: str) -> float:
-    """Return the sum over all labels of one Prometheus metric; KeyError where the server has none of that name."""
+    """Return the sum over all labels of one Prometheus metric; KeyError if the server has none of that name."""
     root = server.base_url.removesuffix("/v1")
     with urllib.request.urlopen(f"{root}/metrics", timeout=10) as reply:
         lines = reply.read().decode().splitlines()
@@ -142,7 +142,7 @@ async def _complete_all(
 
 def _margins(logprobs: dict[str, list[dict[str, float]]]) -> tuple[float, ...]:
     ranked = [sorted(step.values(), reverse=True) for step in logprobs["top_logprobs"]]
-    return tuple(best[0] - best[1] if len(best) > 1 else 0.0 for best in ranked)  # one entry: two tokens of one text
+    return tuple(best[0] - best[1] if len(best) > 1 else 0.0 for best in ranked)  # one entry: both have one text
 
 
 async def _hang_up(server: Server, prompt: Sequence[int], after: int) -> None:

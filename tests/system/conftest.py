@@ -53,7 +53,7 @@ def reference(
     crowd: list[list[int]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[tuple[int, ...], Answer]:
-    """CPU_ATTN's greedy answer to every prompt, each computed alone by stock vLLM; kept as JSON beside its log."""
+    """CPU_ATTN's greedy answer to every prompt, each computed alone by stock vLLM; kept as JSON next to its log."""
     folder = tmp_path_factory.mktemp("reference")
     prompts = exact_prompts + shared_prompts + crowd
     job = {
@@ -63,7 +63,7 @@ def reference(
         "max_tokens": ANSWER_TOKENS,
         "margins": True,
     }
-    # One thread: beside other files' servers two wait for each other, and take half as long again.
+    # One thread: with the servers of other files running, two wait for each other and take half as long again.
     result = run_jobs([job], folder / "stock.log", threads=1)["stock"]
     answers = answers_of(result)
     rows = [{"prompt": prompt, **answer} for prompt, answer in zip(prompts, result["answers"], strict=True)]

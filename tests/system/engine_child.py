@@ -1,4 +1,4 @@
-"""Many engines in one process, one after another: seconds each where a server takes half a minute.
+"""Many engines in one process, one after another: each takes seconds, while a server takes half a minute.
 
 Run as a program by `engine_jobs.run_jobs`, with a JSON list of jobs on standard input; prints one line `RESULT {json}`
 a job. Engine and worker live in this process.
@@ -27,7 +27,7 @@ def causes(error: BaseException) -> str:
 
 
 def full_blocks(worker: Any) -> dict[str, int]:
-    """Of the first layer's blocks with keys in their last page: how many, and how many with summaries of others."""
+    """Count the first layer's blocks with keys in their last page, and those of them with summaries of other keys."""
     cache = worker.model_runner.kv_caches[0]
     impl = next(iter(worker.model_runner.compilation_config.static_forward_context.values())).impl
     layout = impl.attention.layout
@@ -47,7 +47,7 @@ def entered_blocks(worker: Any) -> int:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Run one job and return its result, the error's text where the engine does not start."""
+    """Run one job and return its result, or the error's text if the engine does not start."""
     try:
         engine = LLM(**job["engine_args"])
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the result: the test judges its text
@@ -73,9 +73,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def freeze_imports() -> None:
-    """Take what was imported out of every later collection: half a million objects, walked seven times an engine.
+    """Exclude what was imported from every later collection: half a million objects, walked seven times an engine.
 
-    vLLM freezes the heap of its own accord and thaws all of it when an engine ends, so neither does anything here.
+    vLLM itself freezes the heap, and thaws all of it when an engine ends. So here both are made to do nothing.
     """
     gc.collect()
     gc.freeze()
@@ -87,7 +87,7 @@ def main() -> None:
     freeze_imports()
     for job in json.load(sys.stdin):
         print(MARK + json.dumps(run(job)), flush=True)
-        gc.collect()  # the KV cache of the last engine
+        gc.collect()  # frees the KV cache of the last engine
 
 
 if __name__ == "__main__":

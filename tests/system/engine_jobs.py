@@ -17,14 +17,14 @@ from typing import Any
 
 from tests.system.completions import Answer
 
-# Engine arguments: requests side by side, in chunks, that find each other's prefixes.
+# Engine arguments: requests run side by side, in chunks, and find each other's prefixes.
 CROWD: dict[str, Any] = {"max_num_batched_tokens": 200, "max_num_seqs": 16, "enable_prefix_caching": True}
 MARK = "RESULT "  # what `engine_child` begins its result lines with
 MANY_ENGINES_S = 1800  # for a list of jobs, on a machine that has other work, too
 
 
 def alone(max_model_tokens: int) -> dict[str, Any]:
-    """Engine arguments: one request at a time, each prompt as a whole and from nowhere else."""
+    """Engine arguments: one request at a time, each prompt as a whole and without a prefix cache."""
     return {"max_num_batched_tokens": max_model_tokens, "max_num_seqs": 1, "enable_prefix_caching": False}
 
 
@@ -33,7 +33,7 @@ def run_jobs(
 ) -> dict[str, dict[str, Any]]:
     """Run `jobs` in a child process, by default with a thread a core, and return the results by name.
 
-    Raises RuntimeError where one is missing.
+    Raises RuntimeError if one is missing.
     """
     env = {
         **os.environ,
@@ -63,6 +63,6 @@ def run_jobs(
 
 
 def answers_of(result: dict[str, Any]) -> list[Answer]:
-    """Return the answers of one job in the order of its prompts; fails with the engine's error where it has one."""
+    """Return the answers of one job in the order of its prompts; fails with the engine's error if it has one."""
     assert "error" not in result, result["error"]
     return [Answer(tuple(answer["token_ids"]), tuple(answer["margins"])) for answer in result["answers"]]

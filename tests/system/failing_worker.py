@@ -1,4 +1,4 @@
-"""A worker whose loader cannot read one page, for `--worker-cls`: the way of an error through a real server."""
+"""A worker whose loader cannot read one page, for `--worker-cls`: how an error passes through a real server."""
 
 from typing import Any
 

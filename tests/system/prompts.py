@@ -9,10 +9,10 @@ from vllm_hybrid_sparse.cli.prose import prose
 
 # Around pages (16), blocks (16, 32, 128), prefill chunks (256), the retained set (64 + 256), and well beyond it.
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65, 127, 128, 129, 240, 256, 257, 320, 321, 336, 400, 640, 900, 1400)
-# Of the prompt of 900 tokens, how much a later prompt shares: whole blocks of every size, and parts of them.
+# How many tokens later prompts share with the prompt of 900 tokens: whole blocks of every size, and parts of them.
 SHARED_LENGTHS = (255, 256, 600, 775, 899)
 SHARED_BYTES = 512
-# So many that their prompts alone fill the KV cache of `variants.CAPACITY_TOKENS`, each about to need another block.
+# The prompts alone fill the KV cache of `variants.CAPACITY_TOKENS`, and each request is about to need another block.
 CROWD, CROWD_TOKENS = 12, 240
 
 
@@ -37,7 +37,7 @@ def crowd_prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def shared_byte_prompts() -> list[list[int]]:
-    """Random byte tokens, for tiny models: prompts that begin alike, of whole and of broken pages, each twice."""
+    """Random byte tokens, for tiny models: prompts that begin alike and end with a page or within one, each twice."""
     rng = random.Random(0)
     beginning = [rng.randrange(256) for _ in range(SHARED_BYTES)]
     prompts = [beginning + [rng.randrange(256) for _ in range(length)] for length in (1, 16, 17, 100, 256, 257, 700)]

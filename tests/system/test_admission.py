@@ -1,4 +1,4 @@
-"""Servers whose device pool, host memory or loads are not enough for all: everyone is answered as by stock vLLM."""
+"""Servers with too little device pool or host memory, or with failing loads: all answers are those of stock vLLM."""
 
 import random
 import threading
@@ -21,7 +21,7 @@ LAYERS, KV_HEADS = 3, 2  # of the tiny model
 MOST_TOKENS, ANSWER_TOKENS = 1024, 40
 LENGTHS = (340, 411, 480, 512, 577, 700, 850, 960)
 MICROBATCH_PAGES = 8
-WORKING_SET_PAGES = LAYERS * KV_HEADS * (4 + 16 + 1 + 2 * MICROBATCH_PAGES)  # of a long one
+WORKING_SET_PAGES = LAYERS * KV_HEADS * (4 + 16 + 1 + 2 * MICROBATCH_PAGES)  # of a long request
 EXACT = {"policy": "progressive", "threshold": 1.0, "microbatch_pages": MICROBATCH_PAGES, "log_interval_s": 1}
 SHARED = ["--enforce-eager", "--max-num-batched-tokens=256", "--no-enable-prefix-caching"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +90,7 @@ def watched(server: Server, name: str) -> Iterator[list[float]]:
 def test_a_pool_of_one_working_set_serves_a_crowd(
     model: Path, expected: list[Answer], admission: str, tmp_path: Path
 ) -> None:
-    """Eight at one time: by working set one runs and the others wait for it, else all do; the answers are stock's."""
+    """Eight requests at once: by working set, one runs and the others wait; otherwise all run. Answers are stock's."""
     ours = our_args(device="emulated", device_pool_pages=WORKING_SET_PAGES, admission=admission, **EXACT)
     args = [*stock_args("float32", MOST_TOKENS, 64 << 20), *SHARED, *ours]
     with Server(model, args, server_env(), tmp_path / "server.log") as server:
@@ -136,7 +136,7 @@ def test_failed_loads_and_a_full_store_change_no_answer(model: Path, expected: l
 
 
 def test_a_store_that_holds_no_longest_request_is_refused_at_start(results: dict[str, dict[str, Any]]) -> None:
-    """So that a prompt within the limits of the model can always be served, if alone."""
+    """A prompt within the limits of the model can then always be served, if only alone."""
     error = results["too small"].get("error")
     assert error is not None, "the engine started"
     assert "1024" in error

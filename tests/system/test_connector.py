@@ -10,7 +10,7 @@ from tests.system.tiny_models import make_tiny_model
 def test_loaded_blocks_are_summarised(tmp_path: Path) -> None:
     prompt = [
         random.Random(7).randrange(256) for _ in range(1025)
-    ]  # of 8 whole blocks all but the last token is loaded
+    ]  # 8 whole blocks and a token: all but this token is loaded
     connector = {
         "kv_connector": "DecodeBenchConnector",
         "kv_role": "kv_both",

@@ -36,7 +36,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     },
 }
 
-# Frames of 32 tokens for a part of the requests, which are read by the device alone; the others' rows are of two tiers.
+# Some of the requests get frames of 32 tokens, and the device alone reads these. The others have two-tier rows.
 RESIDENT: dict[str, Any] = {
     "policy": "progressive",
     "threshold": 1.0,
@@ -44,7 +44,7 @@ RESIDENT: dict[str, Any] = {
     "device_resident_share": 0.9,
 }
 
-# Rows whose pages the device chooses by itself, beside others in frames; all of them are read in the end.
+# The device chooses the pages of ranked rows by itself; others may have frames. In the end it reads all pages.
 RANKED: dict[str, dict[str, Any]] = {
     "ranked": {"policy": "progressive", "threshold": 1.0, "device_pool_pages": 64, "device_ranking": "device"},
     "ranked or resident": RESIDENT | {"device_resident_share": 0.6, "device_ranking": "device"},
@@ -85,7 +85,7 @@ def _job(name: str, model: Path, **changes: Any) -> dict[str, Any]:
 def results(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Stock vLLM and each setting, one after another; ours with so little KV memory that blocks are used again.
 
-    And what stock vLLM answers with SmolLM2, one prompt at a time.
+    Also what stock vLLM answers with SmolLM2, one prompt at a time.
     """
     folder = tmp_path_factory.mktemp("device")
     model = make_tiny_model("llama-gqa", folder)
@@ -136,7 +136,7 @@ def _evicted(server: Server) -> int:
 def test_smollm2_over_http_answers_as_stock(
     setting: str, results: dict[str, dict[str, Any]], smollm2: Path, tmp_path: Path
 ) -> None:
-    """A real model of 30 layers through a server of ours, its layers in turn for the same few slots."""
+    """A real model of 30 layers on a server of ours. The layers take turns at the same few slots."""
     args = [
         *stock_args("float32", 1024, kv_cache_bytes=160 << 20),
         *our_args(device="emulated", admission="none", log_interval_s=1, **SMALLEST[setting]),

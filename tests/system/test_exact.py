@@ -1,4 +1,4 @@
-"""SmolLM2 in fp32: what promises to be exact answers as stock vLLM does, token for token, whatever else happens."""
+"""SmolLM2 in fp32: policies that promise to be exact answer as stock vLLM does, token for token, whatever happens."""
 
 import json
 import time
@@ -20,7 +20,7 @@ from tests.system.conftest import ANSWER_TOKENS
 from tests.system.variants import DEFAULT_VARIANTS, SLOW_VARIANTS, START_TIMEOUT_S, Variant, server_env
 from vllm_hybrid_sparse.cli.server import Server
 
-ALONE_TOKENS = 16  # of an answer, where one request at a time makes each token slow
+ALONE_TOKENS = 16  # of an answer, if requests run one at a time, which makes each token slow
 References = dict[tuple[int, ...], Answer]
 
 
@@ -33,7 +33,7 @@ def _cases() -> list[object]:
 def server(
     request: pytest.FixtureRequest, smollm2: Path, reference: References, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """One server of ours a variant, after stock vLLM has given its answers and ended."""
+    """One server of ours for each variant, after stock vLLM has given its answers and ended."""
     assert reference
     variant: Variant = request.param
     log_path = tmp_path_factory.mktemp(variant.name) / "server.log"
@@ -43,7 +43,7 @@ def server(
 
 
 def assert_equal_answers(reference: References, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> None:
-    """Fail with one line for every prompt whose answer does not begin stock vLLM's."""
+    """Fail with one line for every prompt whose answer is not the beginning of stock vLLM's."""
     wrong = []
     for prompt, answer in zip(prompts, answers, strict=True):
         how = difference(reference[tuple(prompt)].cut(len(answer.token_ids)), answer)
@@ -87,7 +87,7 @@ def test_prefix_hits(server: Server, reference: References, shared_prompts: list
 def test_a_seeded_prompt_of_several_chunks_gives_the_same_tokens_again(
     server: Server, exact_prompts: list[list[int]]
 ) -> None:
-    """A CPU's generator cannot be turned back: stock vLLM 0.32 ends at a seeded prompt of more than one chunk."""
+    """A CPU's generator cannot be rewound, so stock vLLM 0.32 ends at a seeded prompt of more than one chunk."""
     prompt = max(exact_prompts, key=len)
     payload = {"model": server.model, "prompt": prompt, "max_tokens": 8, "temperature": 1.0, "return_token_ids": True}
     answers = []

@@ -26,7 +26,7 @@ EXACT_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 WITH_EVERY_SETTING = ("llama-mha", "llama-gqa")
-EVERY_FAMILY = ("dense", "progressive")  # which differ in what they read
+EVERY_FAMILY = ("dense", "progressive")  # they differ in what they read
 NARROW = "llama-gqa"  # the family that is served with narrower KV caches, too
 NARROWER = {"bfloat16": 0.05, "fp8": 0.15}
 """Dtypes, and below what margin of log-probabilities each may change a token: the median is 0.2, the largest that were
@@ -116,7 +116,7 @@ def test_family_answers_as_stock(results: dict[str, dict[str, Any]], family: str
 
 @pytest.mark.parametrize("stored", NARROWER)
 def test_a_narrower_kv_cache_changes_only_close_decisions(results: dict[str, dict[str, Any]], stored: str) -> None:
-    """Of a float32 model whose keys and values are stored in fewer bits."""
+    """The case is a float32 model whose keys and values are stored in fewer bits."""
     parted = margins_where_parted(answers_of(results[f"{NARROW} stock"]), answers_of(results[f"{NARROW} {stored}"]))
     assert parted, "no decision differs: the cache is not narrower"
     assert max(parted) < NARROWER[stored]

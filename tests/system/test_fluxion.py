@@ -1,4 +1,4 @@
-"""Fluxion when serving: exact where its predictor asks for everything, independent of the company, refused without one.
+"""Fluxion when serving: exact if its predictor asks for everything, the same in a crowd, refused without a predictor.
 
 The engines run one after another in a child process.
 """
@@ -23,7 +23,7 @@ SHAPE = ModelShape(layers=3, query_heads=8, kv_heads=2, head_dim=128)  # of the 
 
 
 def write_predictor(path: Path, base_budget: float, shape: ModelShape = SHAPE) -> str:
-    """A predictor that gives every head this share of the host segment, or a little else by its features."""
+    """Save a predictor that gives every head about this share of the host segment, depending on the head's features."""
     torch.manual_seed(0)
     predictor = Predictor()
     predictor.feature_std.copy_(torch.full_like(predictor.feature_std, 10.0))
@@ -46,7 +46,7 @@ def write_predictor(path: Path, base_budget: float, shape: ModelShape = SHAPE) -
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each run gave for the same prompts, by its name."""
+    """What each run gave for the same prompts, by name of the run."""
     folder = tmp_path_factory.mktemp("fluxion")
     everything = write_predictor(folder / "everything.safetensors", 1.0)
     little = write_predictor(folder / "little.safetensors", 0.05)

@@ -1,4 +1,4 @@
-"""What HGCA answers depends on the prompt alone: not on chunks, the prefix cache, or who is served beside it.
+"""HGCA's answers depend on the prompt alone: not on chunks, the prefix cache or other requests.
 
 The engines run one after another in a child process.
 """

@@ -110,10 +110,10 @@ def test_the_log_says_the_same_for_a_person(server: Server) -> None:
 
 
 def test_two_api_servers_expose_one_sum_and_count_a_device(model: Path, tmp_path: Path) -> None:
-    """Whichever of the two answers, its figures are those of both; and both did count.
+    """Whichever of the two answers, its figures are the sums over both; and both did count.
 
-    They are those of a server without a device; beside them, the pool was asked for what decoding read, every page was
-    there or copied, and the host took some groups.
+    The sums are those of a server without a device. In addition, the pool was asked for what decoding read, every page
+    was there or copied, and the host took some groups.
     """
     kept = tmp_path / "prometheus"
     kept.mkdir()
@@ -159,7 +159,7 @@ def rows_counted_by(file: Path, tmp_path: Path) -> float:
 
 
 def test_where_the_backend_is_not_selected_nothing_appears_and_nothing_changes(model: Path, tmp_path: Path) -> None:
-    """`--disable-log-stats` keeps its meaning too, which an installed stat logger plugin would take from it."""
+    """`--disable-log-stats` keeps its meaning, too: an installed stat logger plugin would defeat it."""
     args = [*stock_args("float32", 2048, KV_CACHE_BYTES), "--enforce-eager", "--disable-log-stats"]
     with Server(model, args, server_env(), tmp_path / "server.log") as stock:
         stock.wait_ready(START_TIMEOUT_S)
@@ -171,7 +171,7 @@ def test_where_the_backend_is_not_selected_nothing_appears_and_nothing_changes(m
 
 
 def named(server: Server) -> Server:
-    """The same server by the name that its requests give."""
+    """The same server, under the model name that requests to it give."""
     same = Server("tiny", [], {}, server.log_path, port=server.port)
     assert urllib.request.urlopen(f"{same.base_url}/models", timeout=10).status == 200
     return same

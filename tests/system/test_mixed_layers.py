@@ -1,8 +1,8 @@
 """Models whose layers differ: stock vLLM's answers, whatever else happens to the blocks.
 
-vLLM keeps the blocks of layers with a sliding window in groups of their own, and takes those back that no later token
-will see. It has more tokens in the blocks of layers with smaller heads, and makes blocks of attention as large as the
-state of a layer that keeps one. The engines run one after another in a child process.
+vLLM keeps the blocks of layers with a sliding window in separate groups, and takes back blocks that no later token will
+see. In layers with smaller heads, its blocks hold more tokens. If some layers keep a state, attention blocks are as
+large as that state. The engines run one after another in a child process.
 """
 
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ class Served:
 
     kv_cache_bytes: int  # so few that some requests are preempted
     dtype: str = "float32"
-    close_margin: float = 0.0  # of log-probabilities: answers may part where stock's best two are nearer than that
+    close_margin: float = 0.0  # of log-probabilities: answers may differ where stock's best two are closer
 
 
 FAMILIES = {
     "gemma3": Served(7 << 20),
     "gemma4": Served(3 << 20),
-    # Its own answers part from each other at up to 0.031 where requests are computed side by side (ad hoc).
+    # Its own answers differ from each other at margins up to 0.031 if requests are computed side by side (ad hoc).
     "qwen3-next": Served(2150 << 10, "bfloat16", close_margin=0.05),
 }
 
@@ -63,7 +63,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 def parted(results: dict[str, dict[str, Any]], family: str, name: str) -> list[float]:
-    """Stock vLLM's margins where ours leaves its answers."""
+    """Stock vLLM's margins where our answers leave stock's."""
     return margins_where_parted(answers_of(results[f"{family} stock"]), answers_of(results[f"{family} {name}"]))
 
 

@@ -1,7 +1,7 @@
 """Several workers: each has its part of the heads, of the layers or of the requests, and the same tokens come out.
 
-What one worker of a group has computed is only right if its host store, its summaries and its block tables are those of
-its own part, so stock vLLM, split up alike, is compared with `progressive` at a threshold of 1.
+What one worker of a group computes is right only if its host store, its summaries and its block tables are those of its
+own part. So stock vLLM, split up in the same way, is compared with `progressive` at a threshold of 1.
 """
 
 import os
@@ -25,7 +25,7 @@ SELECTIONS_A_ROW = {  # those of the worker that vLLM reads: the model has 3 lay
 
 
 def env_of_two_workers() -> dict[str, str]:
-    """Environment of a server with two workers, which share the cores out."""
+    """Environment of a server with two workers, each of which has a part of the cores."""
     cores = sorted(os.sched_getaffinity(0))
     parts = (cores[0::2], cores[1::2] or cores)
     return {**server_env(), "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
@@ -35,11 +35,11 @@ def env_of_two_workers() -> dict[str, str]:
     "split", ["tensor", pytest.param("pipeline", marks=pytest.mark.slow), pytest.param("data", marks=pytest.mark.slow)]
 )
 def test_two_workers_answer_as_stock(split: str, tmp_path: Path) -> None:
-    """All prompts at once, and again, when the prefix cache has them; the counters are of one worker of a group."""
+    """All prompts at once, and again when the prefix cache has them. The counters are of one worker of a group."""
     model = make_tiny_model("qwen3", tmp_path)
     prompts = byte_prompts(seed=5)
     args = [*ARGS, f"--{split}-parallel-size=2"]
-    if split != "pipeline":  # vLLM 0.32 skips the warm-up then, and a CPU's second stage fails without it
+    if split != "pipeline":  # eager, vLLM 0.32 skips the warm-up, and a CPU's second stage fails without it
         args.append("--enforce-eager")
     ours = [*our_args(policy="progressive", threshold=1.0), "--block-size=16"]
     with Server(model, args, env_of_two_workers(), tmp_path / "stock.log") as server:

@@ -1,6 +1,6 @@
 """SmolLM2 with a KV cache in bf16 and the default settings finds a needle wherever stock vLLM does.
 
-Stock CPU_ATTN finds every needle of these prompts (`benchmarks/accuracy/needle.py` shows it beside the policies), so
+Stock CPU_ATTN finds every needle of these prompts (`benchmarks/accuracy/needle.py` shows it next to the policies), so
 here every one has to be found. The text to hide in is that of the file HYBRID_SPARSE_TEXT, or generated prose.
 """
 
@@ -24,7 +24,7 @@ SHORT = (((1024, 2048), (0.1, 0.3, 0.5, 0.8)), ((4096,), (0.3, 0.65)))  # length
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Our backend with nothing set. Where bf16 products are slow, only the KV cache is in it."""
+    """Our backend with nothing set. If bf16 products are slow, only the KV cache is in bf16."""
     dtype = "float32" if lacks_bf16() else "bfloat16"
     args = [*stock_args(dtype, 8192, kv_cache_bytes=512 << 20), "--kv-cache-dtype=bfloat16"]
     args += [*our_args(), "--enforce-eager"]

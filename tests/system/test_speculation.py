@@ -1,6 +1,6 @@
 """Drafts from the text (n-grams): each token of a step attends as it would alone, so the answers stay what they were.
 
-Stock vLLM 0.32 cannot make another engine in a process in which one has speculated, so those come last.
+Stock vLLM 0.32 cannot make another engine in a process in which one has speculated, so engines with drafts come last.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ COUNTERS = (
 def results(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """One request at a time without drafts, and in a crowd with them, in chunks and from the prefix cache.
 
-    What is computed anew after a preemption is exact, so only an exact policy is short of memory.
+    Tokens computed anew after a preemption attend exactly, so only an exact policy is short of memory.
     """
     folder = tmp_path_factory.mktemp("speculation")
     prompts = repeating_prompts(load_tokenizer(smollm2))
@@ -82,5 +82,5 @@ def test_drafts_change_no_answer(
 
 
 def test_few_pages_answer_otherwise(results: dict[str, dict[str, Any]]) -> None:
-    """Or nothing would depend on what a row chooses."""
+    """Otherwise nothing would depend on what a row chooses."""
     assert differences(answers_of(results["stock"]), answers_of(results["few"]))

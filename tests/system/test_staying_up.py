@@ -26,7 +26,7 @@ ARGS = [
 SUPERVISE = Path(__file__).parents[2] / "deploy" / "supervise.sh"
 DRAIN_S = 60
 ENDS_WITHIN_S = 60.0
-SILENT_S = 15.0  # that a client waits for the next token
+SILENT_S = 15.0  # how long a client waits for the next token
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def served(model: Path, tmp_path: Path, *more: str) -> Server:
 
 
 def exit_status(server: Server) -> int:
-    """The status with which the server ends by itself; fails where it goes on."""
+    """The status with which the server ends by itself; fails if it goes on."""
     process = server._process
     assert process is not None
     return process.wait(timeout=ENDS_WITHIN_S)
@@ -49,8 +49,8 @@ def exit_status(server: Server) -> int:
 async def stream(server: Server, tokens: int, begun: asyncio.Event) -> tuple[int, str]:
     """Stream one answer; return how many tokens came and why it ended (empty: it broke off).
 
-    Tokens, not chunks: vLLM sends what it has in one where its API server is late. A client with patience for SILENT_S:
-    vLLM may leave a connection open whose engine it has ended.
+    Tokens are counted, not chunks: if its API server is late, vLLM sends all tokens it has in one chunk. The client
+    waits at most SILENT_S for a token: vLLM may leave a connection open although it has ended the engine.
     """
     payload = {
         "model": server.model,
@@ -100,7 +100,7 @@ def terminate(server: Server) -> None:
 
 
 def test_told_to_stop_it_ends_running_answers_first(model: Path, tmp_path: Path) -> None:
-    """With --shutdown-timeout, as the images are run: nothing that was begun is lost, and the status is 0."""
+    """The images run with --shutdown-timeout: nothing that was begun is lost, and the status is 0."""
     with served(model, tmp_path, f"--shutdown-timeout={DRAIN_S}") as server:
         server.wait_ready(START_TIMEOUT_S)
         assert interrupted(server, 400, lambda: terminate(server)) == (400, "length")
@@ -133,9 +133,9 @@ class Supervised(Server):
 
 
 def test_a_killed_worker_ends_the_server_and_the_supervised_one_answers_as_before(model: Path, tmp_path: Path) -> None:
-    """It ends, instead of staying up and answering nobody, and whoever supervises it starts it again.
+    """The server ends instead of staying up and answering nobody, and its supervisor starts it again.
 
-    vLLM's status is 0 even then, so a supervisor must restart whatever the status: Compose and the chart do.
+    vLLM's status is 0 even then, so a supervisor must restart it whatever the status: Compose and the chart do.
     """
     with Supervised(model, ARGS, server_env(), tmp_path / "server.log") as server:
         server.wait_ready(START_TIMEOUT_S)
@@ -159,7 +159,7 @@ def test_a_killed_worker_ends_the_server_and_the_supervised_one_answers_as_befor
 
 
 def statuses(server: Server, requests: int) -> list[int]:
-    """HTTP statuses of so many requests sent at one time."""
+    """HTTP statuses of `requests` requests that are sent at the same time."""
 
     async def one(session: aiohttp.ClientSession, number: int) -> int:
         payload = {"model": server.model, "prompt": [number % 256] * 400, "max_tokens": 16, "temperature": 0}

@@ -162,7 +162,7 @@ def _gemma3() -> Gemma3ForCausalLM:  # sliding windows in two of three layers, n
     )
 
 
-def _gemma4() -> Gemma4ForCausalLM:  # heads smaller in layers with a window, whose blocks are longer; shared caches
+def _gemma4() -> Gemma4ForCausalLM:  # smaller heads and longer blocks in layers with a window; shared caches
     return Gemma4ForCausalLM(
         Gemma4TextConfig(
             **_shared(
@@ -263,13 +263,13 @@ SERVED: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt-oss": _gpt_oss,
     "gemma4": _gemma4,
 }
-SERVED_TOO: dict[str, Callable[[], PreTrainedModel]] = {  # head sizes and groups less common, for the slow run
+SERVED_TOO: dict[str, Callable[[], PreTrainedModel]] = {  # less common head sizes and groups, for the slow run
     "llama-gqa3-dim64": lambda: _llama(9, 3, 64),
     "llama-gqa8-dim64": lambda: _llama(8, 1, 64),
     "gpt-neox-dim80": lambda: _gpt_neox(80),
     "gpt-neox-dim96": lambda: _gpt_neox(96),
 }
-SERVED_IN_BFLOAT16: dict[str, Callable[[], PreTrainedModel]] = {"qwen3-next": _qwen3_next}  # all that vLLM does on CPUs
+SERVED_IN_BFLOAT16: dict[str, Callable[[], PreTrainedModel]] = {"qwen3-next": _qwen3_next}  # vLLM's only dtype on CPUs
 REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
     "bloom": _bloom,
     "gemma2": _gemma2,

@@ -8,7 +8,7 @@ START_TIMEOUT_S = 600  # compiling, on a busy machine
 MAX_MODEL_TOKENS = 2048
 CHUNK_TOKENS = 256
 _KV_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4  # SmolLM2-135M in fp32: K and V, 30 layers, 3 heads of 64
-_SUMMARY_SHARE = {"dense": 0.0, "progressive": 1 / 32}  # of the KV bytes, with the default summary
+_SUMMARY_SHARE = {"dense": 0.0, "progressive": 1 / 32}  # of the KV bytes; for key codes a bit more, 320/8192
 CAPACITY_TOKENS = 2400  # little more than one longest request, so that concurrent requests preempt each other
 
 
@@ -22,20 +22,20 @@ def stock_args(dtype: str, max_model_tokens: int, kv_cache_bytes: int) -> list[s
 
 
 def our_args(**settings: object) -> list[str]:
-    """Arguments that choose our backend, with `settings` of it."""
+    """Arguments that choose our backend with `settings`."""
     return ["--attention-backend=hybrid_sparse", f"--additional-config={json.dumps({'hybrid_sparse': settings})}"]
 
 
 def kv_cache_bytes(policy: str, tokens: int) -> int:
-    """Bytes of a KV cache in fp32 for so many tokens of SmolLM2 under `policy`."""
+    """Bytes of a KV cache in fp32 for `tokens` tokens of SmolLM2 under `policy`."""
     return int(tokens * _KV_BYTES_PER_TOKEN * (1 + _SUMMARY_SHARE[policy]))
 
 
 def server_env() -> dict[str, str]:
-    """Environment of every server: a thread a core, and other work may run beside.
+    """Environment of every server: a thread a core, on a machine that may have other work.
 
-    Threads sleep while they wait, and are bound to no core: bound, the main threads of all servers would share the
-    first one, and the others be idle while servers start.
+    Threads sleep while they wait, and are bound to no core. If they were bound, the main threads of all servers would
+    share the first core, and the others would be idle while servers start.
     """
     return {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -1,4 +1,4 @@
-"""What vLLM asks of an attention backend: its names, its limits, and how much memory a block takes."""
+"""The attention backend as vLLM sees it: its name, its limits, and how much memory a block takes."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ _LEAST_COMPUTE_CAPABILITY = 8
 
 
 class HybridSparseBackend(AttentionBackend):
-    """Decode attention over selected pages of a KV cache in host memory; prefill exact."""
+    """Decode attention over selected pages of a KV cache in host memory; prefill is exact."""
 
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPE_NAMES)
@@ -50,46 +50,46 @@ class HybridSparseBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ARG004
-        """Whole pages."""
+        """Any block of whole pages."""
         return [MultipleOf(PAGE_TOKENS)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Whole vectors of 16."""
+        """Whole vectors of 16 elements, up to MAX_HEAD_DIM."""
         return head_size % 16 == 0 and 16 <= head_size <= MAX_HEAD_DIM
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Beside a device what has one is refused by `support.py`, which says what to do."""
+        """Yes. With a device, `support.py` refuses layers that have a window and says what to do."""
         return True
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Likewise, of learned sinks."""
+        """Yes. With a device, `support.py` refuses learned sinks."""
         return True
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """GPUs with bf16 and Triton's matrix instructions for it: Ampere and later. None has run it yet."""
+        """GPUs with bf16 and Triton's matrix instructions for it: Ampere and later. Only an H200 has run it so far."""
         return bool(capability.major >= _LEAST_COMPUTE_CAPABILITY)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Block after block, in each the KV heads one after another."""
+        """Blocks one after another; within a block, KV heads one after another."""
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """The spec with room for the summaries in every block, so that vLLM's capacity figures count them.
+        """Give every block room for its summaries, so that vLLM's capacity figures count them.
 
-        A block stores each KV head as [block_tokens, state_content_bytes], which we lay out ourselves
-        (`memory/layout.py`): K and V of a token, and a sixteenth of its page's summary. Raises ConfigError for a layer
-        whose prompts see what comes after them, and for a worker of another backend's.
+        For vLLM a block holds [block_tokens, state_content_bytes] for each KV head: K and V of a token, and a sixteenth
+        of its page's summary. The layout inside is ours (`memory/layout.py`). Raises ConfigError for a layer whose
+        prompts attend to later tokens, and for a worker that is not this backend's.
         """
         from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415
 
         vllm_config = get_current_vllm_config_or_none()
-        if vllm_config is None:  # vLLM's own workers make none current here
+        if vllm_config is None:  # vLLM's own workers set no current configuration here
             raise ConfigError(
                 "worker_cls: must be auto, or a subclass of the worker that the backend hybrid_sparse brings"
             )
@@ -97,7 +97,7 @@ class HybridSparseBackend(AttentionBackend):
             raise ConfigError("non_causal=True: prefix-LM prompts are not supported (attention backend hybrid_sparse)")
         settings = settings_of(vllm_config)
         element_bytes = spec.dtype.itemsize
-        row_bytes = max(element_bytes, torch.bfloat16.itemsize)  # of bounds and centres, too
+        row_bytes = max(element_bytes, torch.bfloat16.itemsize)  # bounds and centres are never narrower than bf16
         page_summary = summary_bytes(settings.page_summary, spec.head_size, row_bytes, settings.page_code_bits)
         content_bytes = 2 * spec.head_size * element_bytes + page_summary // PAGE_TOKENS
         return replace(spec, state_content_bytes=content_bytes)

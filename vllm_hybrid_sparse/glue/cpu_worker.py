@@ -11,39 +11,41 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from vllm import envs
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_hybrid_sparse.glue.environment import give
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker, logger
 from vllm_hybrid_sparse.kernels.paged_attention.native import lacks_bf16
 from vllm_hybrid_sparse.memory.heap import IdleTrimmer, glibc_trim
 
-# What the worker's process has in its environment where the user set nothing.
+# Variables that the worker's process gets unless the user set them.
 _ENVIRONMENT = {
-    # vLLM has every matrix product keep its code for the 32 numbers of tokens that it met last, and a model has five
-    # kinds of product. oneDNN keeps 1024 by itself: ever more pieces of heap between the tensors of prompts, so that it
-    # grows.
+    # In vLLM each matrix product keeps its code for the last 32 numbers of tokens that it met, and a model has five
+    # kinds of product. oneDNN's own default is to keep 1024: it would leave more and more pieces of heap between the
+    # tensors of prompts, so the heap would grow.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(5 * 32),
-    # vLLM's own store of a compiled model cannot be loaded again on CPUs, so that every start would compile anew;
-    # without it Inductor's store is used.
+    # On CPUs vLLM cannot load its own store of a compiled model again, so every start would compile anew. Without that
+    # store, Inductor's is used.
     "VLLM_USE_AOT_COMPILE": "0",
 }
 _INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def prepare_environment() -> None:
-    """Set what vLLM, torch and oneDNN read when the model is loaded, compiled and first run.
+    """Set the variables that vLLM, torch and oneDNN read when the model is loaded, compiled and first run.
 
-    Inductor's store goes beside vLLM's other ones, and so outlives the system's temporary directory, which is where it
-    would be; the user's choice of another place is left.
+    By default Inductor's store lies in the system's temporary directory. It goes next to vLLM's other stores instead,
+    so that it lasts longer. If the user chose another place for it, that stays.
     """
     for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        if name not in os.environ:
+            give(name, value)
     temporary = default_cache_dir()
-    if os.environ.get(_INDUCTOR_CACHE, temporary) == temporary:  # torch writes its own choice there, too
-        os.environ[_INDUCTOR_CACHE] = str(Path(envs.VLLM_CACHE_ROOT, "torch_compile_cache", "inductor"))
+    if os.environ.get(_INDUCTOR_CACHE, temporary) == temporary:  # torch writes its own default there
+        give(_INDUCTOR_CACHE, str(Path(envs.VLLM_CACHE_ROOT, "torch_compile_cache", "inductor")))
 
 
 @contextmanager
 def without_seeds(model_runner: Any) -> Iterator[None]:
-    """Keep the generators of requests in the middle of their prompts away from vLLM's runner."""
+    """Hide from vLLM's runner the random generators of requests whose prompts are not finished."""
     batch = model_runner.input_batch
     discarded = model_runner.discard_request_mask.np
     kept = {row: batch.generators.pop(row) for row in list(batch.generators) if discarded[row]}
@@ -54,7 +56,7 @@ def without_seeds(model_runner: Any) -> Iterator[None]:
 
 
 class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
-    """On a machine without a GPU vLLM's own KV memory is the host store, and every page is computed where it lies."""
+    """The worker on a machine without a GPU: vLLM's own KV memory is the host store, and pages are read in place."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         prepare_environment()
@@ -73,21 +75,21 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
             )
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """The forward pass of one step; when steps rest, what prompts left of the heap goes back to the system."""
+        """Run one step's forward pass. Once steps rest, heap memory that prompts left free goes back to the system."""
         with self._heap.work():
             return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """The end of a step, without the seeds of requests whose prompts it has not computed to their ends.
+        """End a step, hiding the generators of seeded requests whose prompts are not finished.
 
-        vLLM draws a token for them, too, throws it away, and turns the generator of a seeded one back, which a CPU's
-        cannot be: the engine would end. Without its generator there is nothing to turn back, and the first token that
-        counts is drawn as on a GPU.
+        vLLM draws a token for such a request too, discards it, and turns the request's generator back. A CPU generator
+        cannot be turned back, so the engine would end. Without the generator there is nothing to turn back, and the
+        first token that counts is drawn as on a GPU.
         """
         with without_seeds(self.model_runner):
             return super().sample_tokens(grammar_output)
 
     def shutdown(self) -> None:
-        """End what the worker began."""
+        """Stop the heap trimmer, then vLLM's worker."""
         self._heap.close()
         super().shutdown()

@@ -20,18 +20,19 @@ logger = init_logger("vllm.hybrid_sparse")
 
 
 class HybridSparseCUDAWorker(HostStoreWorker, Worker):
-    """The KV cache lies in pinned host memory; what the model leaves of the GPU's memory is the pool of page slots.
+    """Keeps the KV cache in pinned host memory, and the pool of page slots in the GPU memory that the model leaves.
 
     With tensor parallelism each worker has the host store, the pool and the host threads of its own KV heads.
     """
 
-    _pool_bytes = 0  # of GPU memory for the pool, once it was profiled
-    _pinned: tuple[torch.Tensor, ...] = ()  # one of each memory that is pinned
+    _pool_bytes = 0  # of GPU memory for the pool, once vLLM has profiled it
+    _pinned: tuple[torch.Tensor, ...] = ()  # one for each storage that is pinned
 
     def determine_available_memory(self) -> int:
-        """Bytes of the host store, by which vLLM counts its blocks; what profiling leaves of the GPU is the pool's.
+        """Return the bytes of the host store, from which vLLM counts its blocks.
 
-        Where the settings number the pool's pages nothing needs to be measured, and vLLM only runs the model once.
+        The pool gets what profiling leaves of the GPU, less what steps take. If the settings give the pool's pages,
+        nothing needs to be measured, and vLLM only runs the model once.
         """
         asked = self.cache_config.kv_cache_memory_bytes
         available = available_bytes()
@@ -52,7 +53,7 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
         return store
 
     def _working_bytes(self) -> int:
-        """Bytes of GPU memory that a step takes beside the pool; all layers have one shape."""
+        """Bytes of GPU memory that a step takes in addition to the pool. All layers have one shape."""
         layers = self._layers()
         if not layers:
             return 0
@@ -60,14 +61,14 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
         return CudaLayers.working_bytes(impl.num_heads, impl.num_kv_heads, impl.head_size, impl.stored_dtype, tokens)
 
     def _memory_left(self, *, measured: bool, store: int) -> int:
-        """Bytes of GPU memory that the model leaves, as vLLM profiles it; 0 where they are not to be measured."""
+        """Bytes of GPU memory that the model leaves, as vLLM profiles it; 0 if not `measured`."""
         asked = self.cache_config.kv_cache_memory_bytes
-        self.cache_config.kv_cache_memory_bytes = None if measured else store  # with it vLLM does not profile
+        self.cache_config.kv_cache_memory_bytes = None if measured else store  # if set, vLLM does not profile
         try:
             left: int = super().determine_available_memory()
         finally:
             self.cache_config.kv_cache_memory_bytes = asked
-        # By which vLLM would advise a --kv-cache-memory-bytes later, of GPU memory.
+        # From it vLLM would later suggest a --kv-cache-memory-bytes, meaning GPU memory.
         self.__dict__.pop("peak_activation_memory", None)
         return left if measured else 0
 
@@ -77,7 +78,7 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
             super().initialize_from_config(kv_cache_config)
 
     def open_device(self, kv_caches: list[torch.Tensor]) -> None:
-        """Pin the host store, and make the pool and what attends to it."""
+        """Pin the host store, and make the pool and the device that attends to it."""
         for kv_cache in one_of_each_storage(kv_caches):
             pin(kv_cache)
             self._pinned = (*self._pinned, kv_cache)
@@ -90,7 +91,7 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
         )
 
     def compile_or_warm_up_model(self) -> Any:
-        """Also what long contexts alone launch: the first of them would wait for Triton otherwise."""
+        """Warm up vLLM, then the kernels that only long contexts launch: the first would otherwise wait for Triton."""
         times = super().compile_or_warm_up_model()
         layers = self._runtime.cuda_layers
         if layers is not None:
@@ -104,18 +105,18 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """The forward pass of one step, with the block tables of its requests in host memory."""
+        """Run the forward pass of one step, with its requests' block tables mirrored in host memory."""
         mirror = self._runtime.blocks
         follow(mirror, scheduler_output)
         layers = self._runtime.cuda_layers
         copies = scheduler_output.kv_cache_block_copies or ()
-        if layers is not None:  # runner V2 copies only what lies on its device; V1 does the same again, to no effect
+        if layers is not None:  # runner V2 copies only caches on its device; V1 repeats our copies, to no effect
             layers.copy_blocks([(copy.src_block_id, copy.dst_block_id) for copy in copies])
         with mirror.step(self._batch_ids):
             return super().execute_model(scheduler_output)
 
     def _batch_ids(self, order: Any) -> Sequence[str]:
-        """The requests of the step, in the order of its rows; `order` is runner V2's, as indices of its states."""
+        """The step's requests, in the order of its rows. `order` is runner V2's, as indices into its states."""
         if not self.use_v2_model_runner:
             ids: Sequence[str] = self.model_runner.input_batch.req_ids
             return ids
@@ -123,7 +124,7 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
         return [names[int(index)] for index in order]
 
     def shutdown(self) -> None:
-        """End the tier's threads, and give the pinned memory back."""
+        """End the device tier's threads, and unpin the host store."""
         super().shutdown()
         for kv_cache in self._pinned:
             unpin(kv_cache)
@@ -132,9 +133,9 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
 
 @contextmanager
 def allocated_on_host(*, v2: bool) -> Iterator[None]:
-    """Have vLLM allocate KV caches as it does, views and all, but in CPU memory.
+    """Make vLLM allocate its KV caches, views included, in CPU memory.
 
-    Both runners call one function of vLLM with the device to allocate on; meanwhile it gets another.
+    Both runners pass the device to one allocating function of vLLM. Inside this context it gets the CPU instead.
     """
     if v2:
         from vllm.v1.worker.gpu import attn_utils as module  # noqa: PLC0415  (the one that is used, and no other)
@@ -153,7 +154,7 @@ def allocated_on_host(*, v2: bool) -> Iterator[None]:
 
 
 def follow(mirror: Any, scheduler_output: Any) -> None:
-    """Tell the mirror of block tables what the scheduler says of a step."""
+    """Update the mirrored block tables from the scheduler's output for a step."""
     mirror.drop(scheduler_output.finished_req_ids)
     mirror.drop(scheduler_output.preempted_req_ids or ())
     for new in scheduler_output.scheduled_new_reqs:

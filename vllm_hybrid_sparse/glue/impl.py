@@ -19,13 +19,13 @@ from vllm_hybrid_sparse.runtime.host import host_runtime
 from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 
-_WITHOUT_EFFECT = ("layer_idx",)  # what vLLM tells some layers, and attention does not depend on
+_WITHOUT_EFFECT = ("layer_idx",)  # vLLM gives it to some layers; attention does not depend on it
 
 
 class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
-    """Appends the step's keys and values and attends, in one native call or sharing decode rows with a device.
+    """Appends a step's keys and values and attends, in one native call or sharing the decode rows with a device.
 
-    Raises ConfigError for what it cannot do.
+    Raises ConfigError for arguments that it does not support.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
                 "supported on cuda (attention backend hybrid_sparse)"
             )
         if sliding_window is not None:
-            refuse_beside_window(sliding_window, self._runtime.settings, vllm_config.kv_transfer_config)
+            refuse_beside_window(sliding_window, self._runtime.settings, vllm_config)
         if sinks is not None:
             refuse_sinks(self._runtime.settings)
         self._sinks_parameter = sinks
-        self._sinks: Tensor | None = None  # its values, once they are loaded
+        self._sinks: Tensor | None = None  # the values, once they are loaded
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -80,13 +80,13 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         if self._runtime.settings.prediction is not None:
             self._runtime.use_model(model_shape(vllm_config))
         self._fluxion: _native.FluxionLayer | None = None  # made at the first call, which names the layer
-        self._tiered: TieredLayer | None = None  # once the device tier is there
+        self._tiered: TieredLayer | None = None  # made once the device tier exists
 
     def lay_out(self, block_tokens: int) -> None:
-        """Make the kernel, for blocks of so many tokens; the worker calls it before the first step.
+        """Make the kernel, for blocks of `block_tokens` tokens. The worker calls this before the first step.
 
-        vLLM settles them when all layers are there: it makes a block of attention as large as the state of a layer
-        that keeps one, and where heads differ in size has more tokens in the blocks of the smaller ones.
+        vLLM settles `block_tokens` once it knows all layers. It makes a block of attention as large as the state of a
+        layer that keeps one. If heads differ in size, the blocks of the smaller ones hold more tokens.
         """
         self.attention = self._runtime.attention(
             dtype=self.stored_dtype,
@@ -100,7 +100,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         self._hgca = self._runtime.hgca_layer(self.attention)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:  # noqa: ARG002  (vLLM's signature)
-        """Take the learned sinks, where there are some."""
+        """Take the learned sinks, if there are any."""
         if self._sinks_parameter is not None:
             self._sinks = self._sinks_parameter.detach().float().contiguous()
 
@@ -116,14 +116,14 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one layer over one step; writes and returns `output`.
+        """Attend in one layer for one step; writes and returns `output`.
 
         query, output   [tokens, q_heads, head_dim]
         key, value      [tokens, kv_heads, head_dim]
         kv_cache        [blocks, kv_heads, block_tokens, state_content]   the layout is ours (`memory/layout.py`)
 
-        On CUDA the KV cache lies in host memory all the same. Attention is where vLLM splits its piecewise graphs, so
-        this runs between two of them.
+        On CUDA too, the KV cache lies in host memory. vLLM splits its piecewise graphs at attention, so this runs
+        between two of them.
         """
         if output_scale is not None or output_block_scale is not None:
             raise ConfigError(
@@ -153,7 +153,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         if query.dtype == rows and k_scale == v_scale == 1.0:
             self._attend(query, key, value, kv_cache, batch, output)
             return output
-        # The KV cache is narrower than the model, or holds keys and values by a scale of the checkpoint's.
+        # The KV cache is narrower than the model, or holds keys and values divided by the checkpoint's scales.
         keys = None if key is None else _scaled(key, 1 / k_scale).to(rows)
         values = None if value is None else _scaled(value, 1 / v_scale).to(rows)
         rounded = output.to(rows)
@@ -169,7 +169,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         batch: NativeBatch | TieredBatch,
         output: Tensor,
     ) -> None:
-        """All of the KV cache's dtype."""
+        """Append and attend; all tensors of rows have the kernel's row dtype (`NativeAttention.dtype`)."""
         if isinstance(batch, TieredBatch):
             self._tiered_layer().forward(query, key, value, kv_cache, batch, output, self._hgca, self._fluxion)
         else:
@@ -188,7 +188,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             )
 
     def _tiered_layer(self) -> TieredLayer:
-        """The executor over the worker's device tier, which is made after the layers."""
+        """The executor over the worker's device tier, made at the first call because the tier follows the layers."""
         if self._tiered is None:
             tier = self._runtime.device_tier
             assert tier is not None, "the worker opens the device before the first step"

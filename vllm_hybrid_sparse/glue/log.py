@@ -1,10 +1,10 @@
-"""One log for vLLM and for what of ours imports no vLLM."""
+"""One log for vLLM and for those of our modules that import no vLLM."""
 
 import logging
 
 
 def log_as_vllm() -> None:
-    """Have warnings of the whole package appear as vLLM's do, and from the level on that it logs from."""
+    """Send the log of the whole package to vLLM's handlers, from vLLM's log level on."""
     ours, theirs = logging.getLogger("vllm_hybrid_sparse"), logging.getLogger("vllm")
     for handler in theirs.handlers:
         if handler not in ours.handlers:

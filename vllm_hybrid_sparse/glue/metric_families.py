@@ -1,4 +1,4 @@
-"""The names under which the backend's figures stand on vLLM's /metrics, their kinds and what they mean.
+"""The backend's metrics on vLLM's /metrics: their names, their kinds and what they mean.
 
 Names and units follow Prometheus: base units, counters end in `_total`. Every series has the labels `model_name` and
 `engine`, as vLLM's own have.
@@ -15,7 +15,7 @@ class Family:
     """One metric."""
 
     name: str  # as it is exposed
-    field: str  # counters: of `DecodeStats`; device counters: of `TierStats`; gauges: of `WorkerReport`
+    field: str  # of `DecodeStats` for counters, `TierStats` for device counters, `WorkerReport` for gauges
     help: str
 
 
@@ -31,7 +31,7 @@ COUNTERS = tuple(
         ("read_bytes", "read_bytes", "K and V read by decode rows, dropped pages and scored summaries included."),
         ("summary_read_bytes", "summary_bytes", "Summaries scored by decode rows; they are among the bytes read."),
         ("early_stops", "early_stops", "Selections that reached the threshold before their last candidate page."),
-        ("judged_selections", "judged", "Selections that a threshold ended: those with an estimate of the kept mass."),
+        ("judged_selections", "judged", "Selections with a threshold, and so with an estimate of the kept mass."),
         ("kept_mass", "kept_mass", "Sum over judged selections of the share of attention kept, by estimate, 0 to 1."),
         ("microbatches", "microbatches", "Looks at the threshold."),
         ("streaming_selections", "streaming", "Selections that Fluxion let read the retained set alone."),
@@ -39,7 +39,7 @@ COUNTERS = tuple(
     )
 )
 
-# Only where a device is. What a device has in common with the host alone is counted above: pages wasted, microbatches,
+# Only with a device. Figures that a server without a device has too are counted above: pages wasted, microbatches,
 # early stops and the mass kept.
 DEVICE_COUNTERS = tuple(
     Family(f"{PREFIX}{name}_total", field, text)
@@ -77,10 +77,10 @@ GAUGES = tuple(
 )
 
 SETTINGS_INFO = f"{PREFIX}settings_info"  # 1; its labels are the settings in effect
-HOST_INFO = f"{PREFIX}host_info"  # 1; its labels are what the settings became on the worker's machine
+HOST_INFO = f"{PREFIX}host_info"  # 1; its labels say what the settings became on the worker's machine
 HOST_INFO_LABELS = ("isa", "threads", "thread_pool")
 
 
 def exposed_names() -> frozenset[str]:
-    """Every name that a dashboard or a rule may ask for."""
+    """Every metric name that a dashboard or an alerting rule may use."""
     return frozenset({SETTINGS_INFO, HOST_INFO, *(family.name for family in (*COUNTERS, *DEVICE_COUNTERS, *GAUGES))})

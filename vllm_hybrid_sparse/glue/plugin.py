@@ -1,10 +1,13 @@
 """Entry point of the group `vllm.general_plugins`: vLLM calls `register` in each of its processes, maybe repeatedly."""
 
 import logging
+from functools import cache
 from typing import Any
 
+from vllm_hybrid_sparse import __version__
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.cpu_threads import prepare_threads
+from vllm_hybrid_sparse.glue.environment import take_back
 from vllm_hybrid_sparse.glue.log import log_as_vllm
 from vllm_hybrid_sparse.glue.registration import BACKEND_NAME, BACKEND_PATH, is_selected, member
 from vllm_hybrid_sparse.glue.stat_logger_hook import hook_stat_loggers
@@ -13,15 +16,26 @@ from vllm_hybrid_sparse.setting import SECTION
 CPU_WORKER_PATH = "vllm_hybrid_sparse.glue.cpu_worker.HybridSparseCPUWorker"
 CUDA_WORKER_PATH = "vllm_hybrid_sparse.glue.cuda_worker.HybridSparseCUDAWorker"
 
+VLLM_RELEASE = "0.32"  # the release whose decisions `hook_platform` wraps
+
 _HOOKED = "_hybrid_sparse_hooked"
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Name the backend and let vLLM's platform select it, CPU or CUDA; where it is not selected, nothing changes."""
-    member()
+    """Register the backend's name, and hook vLLM's platform, CPU or CUDA, so that it can select the backend.
+
+    If the backend is not selected, nothing changes. Nor does anything change in another release of vLLM: an error here
+    would end each of its processes, whatever backend is selected.
+    """
+    from vllm import __version__ as vllm_version  # noqa: PLC0415  (as it is at the call)
+
     log_as_vllm()
+    if vllm_version.partition("+")[0].split(".")[:2] != VLLM_RELEASE.split("."):
+        warn_of_release(vllm_version)
+        return
+    member()
     from vllm.platforms import current_platform  # noqa: PLC0415  (resolves the platform: not before plugins load)
 
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
@@ -32,8 +46,21 @@ def register() -> None:
         setattr(platform, _HOOKED, True)
 
 
+@cache
+def warn_of_release(vllm_version: str) -> None:
+    """Log once why vLLM will not know the backend."""
+    logger.warning(
+        "vllm-hybrid-sparse %s serves vLLM %s, and this is vLLM %s: it adds nothing, and --attention-backend %s is "
+        "unknown here",
+        __version__,
+        VLLM_RELEASE,
+        vllm_version,
+        BACKEND_NAME.lower(),
+    )
+
+
 def warn_of_unused_settings(additional_config: Any) -> None:
-    """Say it where settings of ours are given, and the backend is not."""
+    """Warn if our settings are given but our backend is not selected."""
     if isinstance(additional_config, dict) and SECTION in additional_config:
         logger.warning(
             "additional_config.%s: without effect, since --attention-backend is not %s", SECTION, BACKEND_NAME.lower()
@@ -41,7 +68,7 @@ def warn_of_unused_settings(additional_config: Any) -> None:
 
 
 def hook_platform(platform: Any, *, on_cuda: bool) -> None:
-    """Wrap what a platform of vLLM's decides: the backend's class, the configuration it serves, the size of a block."""
+    """Wrap what a vLLM platform decides: the backend's class, the configuration it serves, the size of a block."""
     choose_backend = platform.get_attn_backend_cls.__func__
     update_config = platform.check_and_update_config.__func__
     settle_block_size = platform.update_block_size_for_backend.__func__
@@ -53,7 +80,7 @@ def hook_platform(platform: Any, *, on_cuda: bool) -> None:
         from vllm_hybrid_sparse.glue.support import refuse_layer  # noqa: PLC0415  (imports torch)
 
         refuse_layer(attn_selector_config)
-        if on_cuda:  # where vLLM asks the backend what it supports; its CPU platform knows none but its own
+        if on_cuda:  # vLLM asks the backend here what it supports; its CPU platform knows only its own
             choose_backend(cls, selected_backend, attn_selector_config, **kwargs)
         return BACKEND_PATH
 
@@ -65,6 +92,7 @@ def hook_platform(platform: Any, *, on_cuda: bool) -> None:
             )
         if not is_selected(vllm_config.attention_config.backend):
             warn_of_unused_settings(vllm_config.additional_config)
+            take_back()
         else:
             from vllm_hybrid_sparse.glue.settings import settings_of  # noqa: PLC0415
             from vllm_hybrid_sparse.glue.support import refuse_config  # noqa: PLC0415
@@ -76,7 +104,7 @@ def hook_platform(platform: Any, *, on_cuda: bool) -> None:
             if vllm_config.parallel_config.worker_cls == "auto":
                 vllm_config.parallel_config.worker_cls = CUDA_WORKER_PATH if on_cuda else CPU_WORKER_PATH
             if on_cuda and settings_of(vllm_config).device_ranking != "device":
-                # The host takes part in every layer, so a step cannot be launched ahead of the one before it.
+                # The host takes part in every layer, so a step cannot be launched before the previous one has ended.
                 vllm_config.scheduler_config.async_scheduling = False
         update_config(cls, vllm_config)
         if is_selected(vllm_config.attention_config.backend):
@@ -90,7 +118,7 @@ def hook_platform(platform: Any, *, on_cuda: bool) -> None:
             return
         from vllm.config import set_current_vllm_config  # noqa: PLC0415
 
-        with set_current_vllm_config(vllm_config):  # which says how large a page's summary is
+        with set_current_vllm_config(vllm_config):  # it says how large a page's summary is
             settle_block_size(cls, vllm_config)
 
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)

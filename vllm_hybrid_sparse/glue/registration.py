@@ -1,8 +1,8 @@
 """The name HYBRID_SPARSE in vLLM's list of attention backends.
 
-vLLM pickles the chosen member into the processes that it spawns, and they unpickle it before plugins are loaded; an
-enum member pickles by value, which means nothing to a fresh process. Ours therefore pickles as a call to
-`received_member()`, which registers it where that has not happened yet.
+vLLM pickles the chosen member into the processes that it spawns, and they unpickle it before plugins are loaded. An
+enum member pickles by value, which means nothing to a fresh process. So ours pickles as a call to `received_member()`,
+which registers the member if that has not happened yet.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ BACKEND_PATH = "vllm_hybrid_sparse.glue.backend.HybridSparseBackend"
 
 
 def member() -> AttentionBackendEnum:
-    """The enum member, registered on the first call of a process."""
+    """The enum member, which the first call in a process registers."""
     registered = AttentionBackendEnum.__members__.get(BACKEND_NAME)
     if registered is None:
         registered = AttentionBackendEnum.register(BACKEND_NAME, BACKEND_PATH)
@@ -23,7 +23,7 @@ def member() -> AttentionBackendEnum:
 
 
 def received_member() -> AttentionBackendEnum:
-    """What the member unpickles as, in a process that has not made its configuration: that may be a front end, too."""
+    """Unpickle the member, in a process that was sent its configuration. It may be a front end, so hook its loggers."""
     from vllm_hybrid_sparse.glue.stat_logger_hook import hook_stat_loggers  # noqa: PLC0415  (it imports this module)
 
     hook_stat_loggers()

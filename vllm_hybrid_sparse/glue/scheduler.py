@@ -1,4 +1,4 @@
-"""vLLM's schedulers, which admit to the running batch what the device pool serves side by side."""
+"""vLLM's schedulers, which admit to the running batch only requests that the device pool serves side by side."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ logger = init_logger("vllm.hybrid_sparse")
 
 
 class _AdmitsByWorkingSet:
-    """Vets each waiting request before vLLM's scheduler looks at it; all else is vLLM's.
+    """Checks each waiting request before vLLM's scheduler looks at it; everything else is vLLM's.
 
-    vLLM asks for `max_num_active_reqs` before each request that it might take from its queues. The answer is what the
-    user configured where the next one's working set fits beside those that run, and else as many as run, which ends
-    vLLM's search: none overtakes, in whichever order vLLM keeps its queues. Running requests end or are preempted, and
-    one always may run, so every request gets its turn. A prompt that is being computed needs no slot yet and counts:
-    it goes on to decode, and then it is too late.
+    vLLM asks for `max_num_active_reqs` before each request that it might take from its queues. If the next request's
+    working set fits next to those that run, the answer is the number that the user configured. Otherwise it is the
+    number that run, which ends vLLM's search. So no request overtakes another, in whichever order vLLM keeps its
+    queues. Running requests end or are preempted, and one may always run, so every request gets its turn. A request
+    whose prompt is being computed needs no slot yet, but it counts: once it decodes, it would be too late.
     """
 
-    vllm_config: Any  # these are the scheduler's behind it
+    vllm_config: Any  # these are attributes of vLLM's scheduler
     kv_cache_config: Any
     max_model_len: int
     running: list[Any]
@@ -45,6 +45,7 @@ class _AdmitsByWorkingSet:
             selection=None if settings.salience else settings.selection,
             kv_heads=max(group.kv_cache_spec.num_kv_heads for group in groups),
             layer_pages=settings.device_pool_pages // layers,
+            resident_pages=int(settings.device_pool_pages * (settings.device_resident_share or 0.0)) // layers,
         )
         logger.info(
             "hybrid_sparse: requests are admitted by their working sets: %d pages of a layer for one of %d tokens, and "
@@ -56,7 +57,7 @@ class _AdmitsByWorkingSet:
 
     @property
     def max_num_active_reqs(self) -> int:
-        """How many requests may run, for the request that vLLM would take next."""
+        """How many requests may run, given the request that vLLM would take next."""
         queue = self.kv_holding_waiting or self.waiting
         if not queue or self._admission is None:
             return self._configured_active_reqs
@@ -70,14 +71,14 @@ class _AdmitsByWorkingSet:
         self._configured_active_reqs = configured
 
     def _most_tokens(self, request: Any) -> int:
-        """The most tokens that the request may come to, prompt and answer."""
+        """The most tokens that the request may come to, prompt and answer together."""
         wanted: int = request.num_prompt_tokens + request.max_tokens
         return min(wanted, self.max_model_len)
 
 
 class HybridSparseScheduler(_AdmitsByWorkingSet, Scheduler):
-    """With the order of vLLM's synchronous scheduler."""
+    """Admits by working set, in the order of vLLM's synchronous scheduler."""
 
 
 class HybridSparseAsyncScheduler(_AdmitsByWorkingSet, AsyncScheduler):
-    """With the order of vLLM's asynchronous scheduler."""
+    """Admits by working set, in the order of vLLM's asynchronous scheduler."""

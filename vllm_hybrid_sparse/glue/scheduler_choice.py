@@ -1,4 +1,4 @@
-"""Which scheduler vLLM's engine runs: ours where requests are admitted by working set, else whatever vLLM takes."""
+"""Chooses the engine's scheduler: ours if requests are admitted by working set, otherwise the one that vLLM takes."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ ASYNC_SCHEDULER_PATH = "vllm_hybrid_sparse.glue.scheduler.HybridSparseAsyncSched
 
 
 def choose_scheduler(vllm_config: Any) -> None:
-    """Set `scheduler_cls` of a configuration whose async scheduling is settled; a second call changes nothing.
+    """Set `scheduler_cls` once async scheduling is settled; a second call changes nothing.
 
-    raises   ConfigError where the user chose a scheduler: it would be replaced without a word
+    raises   ConfigError if the user chose a scheduler, which would be replaced silently
     """
     if settings_of(vllm_config).admission != "working_set":
         return

@@ -1,4 +1,4 @@
-"""Our settings out of vLLM's `--additional-config`, with the device that the platform decides."""
+"""Our settings from vLLM's `--additional-config`, with the device that vLLM's platform decides."""
 
 import difflib
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from vllm_hybrid_sparse.setting import SECTION, refusal
 
 
 def settings_of(vllm_config: Any) -> HybridSparseConfig:
-    """The validated settings; defaults where the user gave none. Raises ConfigError.
+    """The validated settings, with defaults for those that the user did not give. Raises ConfigError.
 
-    On vLLM's CUDA platform the device is cuda, since the model's tensors lie there, and nowhere else.
+    The device is cuda on vLLM's CUDA platform, since the model's tensors lie there, and on no other.
     """
     additional = vllm_config.additional_config or {}
     if not isinstance(additional, dict):
@@ -39,9 +39,9 @@ def settings_on(given: Any, *, on_cuda: bool) -> HybridSparseConfig:
 
 
 def _check_section(additional: Mapping[str, Any]) -> None:
-    """Refuse what looks like our section and is not, since its settings would be without effect.
+    """Refuse a key that looks like our section but is not, since its settings would have no effect.
 
-    Other keys are other plugins'. Names of our settings are ours where there is no section that they could be beside.
+    Other keys belong to other plugins. A key named like one of our settings is refused only if our section is missing.
     """
     for name, value in additional.items():
         plain = str(name).replace("-", "_").replace(" ", "_").lower()

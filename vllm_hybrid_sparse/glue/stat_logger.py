@@ -1,4 +1,4 @@
-"""Adds the workers' figures to the Prometheus metrics of an API server, beside vLLM's own."""
+"""Adds the workers' figures to the Prometheus metrics of an API server, next to vLLM's own."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -25,10 +25,11 @@ from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 
 
 class HybridSparseStatLogger(AggregateStatLoggerBase):
-    """One a process, for all the engines it talks to. Counters begin at 0, gauges with an engine's first report.
+    """Exposes our metrics; one in each process, for all the engines that the process talks to.
 
-    Where several API servers share the engines, vLLM has Prometheus's client keep values in files, and whichever
-    server is asked adds them all up: counters are right in sum, and gauges are the latest that any was told.
+    Counters begin at 0, gauges with an engine's first report. If several API servers share the engines, vLLM makes
+    Prometheus's client keep values in files, and whichever server is asked combines them: it adds up counters, and
+    shows the latest value of a gauge that any server was told.
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
@@ -64,7 +65,7 @@ class HybridSparseStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: Any = None,  # noqa: ARG002
         engine_idx: int = 0,
     ) -> None:
-        """Count what the step's statistics carry of ours, and take it off: later loggers know nothing of it."""
+        """Count the report that the step's statistics carry, and remove it: later loggers do not know it."""
         report = take_report(scheduler_stats)
         if report is None or engine_idx not in self._labels:
             return
@@ -91,7 +92,7 @@ def _gauge(name: str, text: str, labels: tuple[str, ...]) -> Gauge:
 
 
 def _unregister_ours() -> None:
-    """Forget metrics of an engine that this process had before, as vLLM does with its own."""
+    """Unregister the metrics of an earlier engine in this process, as vLLM does with its own."""
     for collector, names in list(REGISTRY._collector_to_names.items()):
         if any(name.startswith(PREFIX) for name in names):
             REGISTRY.unregister(collector)

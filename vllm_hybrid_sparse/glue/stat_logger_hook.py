@@ -1,4 +1,4 @@
-"""Our logger in vLLM's front ends: the one that takes the worker's reports off what a step returns."""
+"""Puts our logger, which takes the workers' reports off the statistics of steps, into vLLM's front ends."""
 
 from functools import wraps
 from typing import Any
@@ -9,10 +9,10 @@ _HOOKED = "_hybrid_sparse_hooked"
 
 
 def hook_stat_loggers() -> None:
-    """Put our logger first on vLLM's list of those that a front end gives the statistics of every step.
+    """Put our logger first in the list of loggers to which a front end gives every step's statistics.
 
     An entry point of the group `vllm.stat_logger_plugins` would do this too, but for every vLLM that has us installed:
-    where vLLM finds one it collects statistics, even under --disable-log-stats.
+    if vLLM finds one, it collects statistics even under --disable-log-stats.
     """
     from vllm.v1.metrics.loggers import StatLoggerManager  # noqa: PLC0415  (a process without the backend: never)
 

@@ -1,4 +1,4 @@
-"""What the backend serves, and the refusals at start-up of what it does not: each names what, its value and why."""
+"""Refuses at start-up what the backend does not serve. Each error names the option, its value and the reason."""
 
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from vllm_hybrid_sparse.runtime.tiers import check_pool_pages
 from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS
 
 _DRAFTS_WITHOUT_A_MODEL = "ngram"
-_FILLING_CONNECTOR = "DecodeBenchConnector"  # of vLLM, for benchmarks: it writes the cache's tensors where they lie
+_FILLING_CONNECTOR = "DecodeBenchConnector"  # vLLM's, for benchmarks: it writes the cache's tensors in place
 
 
 def refuse_config(vllm_config: Any) -> None:
@@ -23,24 +23,22 @@ def refuse_config(vllm_config: Any) -> None:
     settings = settings_of(vllm_config)
     if settings.isa not in ("auto", *supported_isas()):
         raise ConfigError(f"hybrid_sparse.isa={settings.isa!r}: this machine runs {', '.join(supported_isas())}")
-    cache = vllm_config.cache_config
-    if cache is not None:
-        _refuse_cache(cache, vllm_config.model_config)
+    _refuse_cache(vllm_config.cache_config, vllm_config.model_config)
     if vllm_config.kv_transfer_config is not None:
         _refuse_connectors(vllm_config.kv_transfer_config)
     if vllm_config.speculative_config is not None:
         _refuse_speculation(settings, vllm_config)
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            _refuse(name, getattr(parallel, name), "context parallelism is not supported")
+        if (size := getattr(parallel, name)) > 1:
+            _refuse(name, size, "context parallelism is not supported")
     if vllm_config.model_config is not None:
         _refuse_model(vllm_config.model_config)
         _refuse_with_model(settings, vllm_config)
     if settings.device == "cuda":
         _refuse_on_cuda(vllm_config)
-    elif getattr(vllm_config, "use_v2_model_runner", False):
-        if (watermark := getattr(vllm_config, "watermark_config", None)) is not None:  # it overrides the variable
+    elif vllm_config.use_v2_model_runner:
+        if (watermark := vllm_config.watermark_config) is not None:  # it overrides the variable
             _refuse(
                 "watermark_config", watermark, "watermarks need model runner V2, which is not supported without a GPU"
             )
@@ -48,19 +46,26 @@ def refuse_config(vllm_config: Any) -> None:
 
 
 def _refuse_on_cuda(vllm_config: Any) -> None:
-    """What the CPU serves and a GPU does not yet."""
-    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+    """Refuse what the CPU serves but a GPU does not yet."""
+    cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
+    transfer = vllm_config.kv_transfer_config
+    connector = None if transfer is None else transfer.kv_connector
     if connector not in (None, _FILLING_CONNECTOR):
         _refuse("kv_connector", connector, "KV connectors are not supported on cuda, where the cache is in host memory")
-    if (offloaded := getattr(vllm_config.cache_config, "kv_offloading_size", None)) is not None:
+    if (offloaded := cache.kv_offloading_size) is not None:
         _refuse("kv_offloading_size", offloaded, "must not be given on cuda, where the whole cache is in host memory")
-    cache, model = vllm_config.cache_config, vllm_config.model_config
-    if cache is not None and model is not None and kv_dtype(cache.cache_dtype, model.dtype) != model.dtype:
+    if parallel.use_ubatching:
+        name = "enable_dbo" if parallel.enable_dbo else "ubatch_size"
+        _refuse(name, getattr(parallel, name), "steps in two or more microbatches are not supported on cuda")
+    if model is None:
+        return
+    if kv_dtype(cache.cache_dtype, model.dtype) != model.dtype:
         _refuse("kv_cache_dtype", cache.cache_dtype, f"must be the model's own dtype on cuda, {model.dtype}")
-    if vllm_config.parallel_config.enable_dbo:
-        _refuse("enable_dbo", True, "steps in two microbatches are not supported on cuda")
-    if model is not None and model.get_head_size() > MAX_DEVICE_HEAD_DIM:
+    if model.get_head_size() > MAX_DEVICE_HEAD_DIM:
         _refuse("head_size", model.get_head_size(), f"must be at most {MAX_DEVICE_HEAD_DIM} on cuda")
+    if model.enable_sleep_mode:
+        rule = "sleep is not supported on cuda: it would free neither the pool of page slots nor the host store"
+        _refuse("enable_sleep_mode", True, rule)
 
 
 def _refuse_cache(cache: Any, model: Any) -> None:
@@ -68,10 +73,13 @@ def _refuse_cache(cache: Any, model: Any) -> None:
         kv_dtype(cache.cache_dtype, model.dtype)
     if cache.block_size is not None and cache.block_size % PAGE_TOKENS:
         _refuse("block_size", cache.block_size, f"must be a multiple of {PAGE_TOKENS}")
+    if cache.kv_sharing_fast_prefill:
+        rule = "is not supported: vLLM does not say which rows of layers that skip prompts are a prompt's"
+        _refuse("kv_sharing_fast_prefill", True, rule)
 
 
 def _refuse_connectors(transfer: Any) -> None:
-    """NIXL splits blocks by heads and tokens between servers of other sizes, as vLLM's own backends lay them out."""
+    """Refuse NIXL: between servers of different sizes it splits blocks as vLLM's own backends lay them out."""
     inner = (transfer.kv_connector_extra_config or {}).get("connectors") or ()  # of a MultiConnector
     for name in (transfer.kv_connector, *(one.get("kv_connector") for one in inner if isinstance(one, dict))):
         if str(name).startswith("Nixl"):
@@ -79,12 +87,12 @@ def _refuse_connectors(transfer: Any) -> None:
 
 
 def _refuse_speculation(settings: HybridSparseConfig, vllm_config: Any) -> None:
-    """Drafts that a model with a KV cache of its own makes, and what cannot take tokens back."""
+    """Refuse drafts from a model with a KV cache of its own, and combinations that cannot take tokens back."""
     method = vllm_config.speculative_config.method
     if method != _DRAFTS_WITHOUT_A_MODEL:
         rule = f"only {_DRAFTS_WITHOUT_A_MODEL} is supported, whose drafts come from the text"
         _refuse("speculative_config.method", method, rule)
-    others = _beyond_page_policies(settings, vllm_config.kv_transfer_config)
+    others = _beyond_page_policies(settings, vllm_config)
     model = vllm_config.model_config
     if model is not None and model.is_hybrid:
         others.append("layers that keep a state")
@@ -97,9 +105,14 @@ def _refuse_model(model: Any) -> None:
         _refuse("model", model.model, "multi-head latent attention (MLA) is not supported")
     if model.is_encoder_decoder:
         _refuse("model", model.model, "encoder-decoder models are not supported")
+    if model.is_mm_prefix_lm:
+        rule = (
+            "bidirectional attention over multimodal prefixes is not supported; --language-model-only serves its text"
+        )
+        _refuse("model", model.model, rule)
     if model.dtype not in DTYPE_NAMES:
         _refuse("dtype", model.dtype, "must be bfloat16, float16 or float32")
-    text = model.hf_text_config
+    text = model.hf_text_config  # its attributes differ between models: most have none of these
     for name, why in (
         ("attn_logit_softcapping", "soft-capped attention logits are not supported"),
         ("attention_chunk_size", "chunked local attention is not supported"),
@@ -115,25 +128,25 @@ def _refuse_model(model: Any) -> None:
 
 
 def _refuse_with_model(settings: HybridSparseConfig, vllm_config: Any) -> None:
-    """Settings that do not go with a model that is served with others."""
+    """Refuse settings that do not go with the model, which other settings can serve."""
     model = vllm_config.model_config
     if (window := model.get_sliding_window()) is not None:
-        refuse_beside_window(window, settings, vllm_config.kv_transfer_config)
+        refuse_beside_window(window, settings, vllm_config)
     if model.is_hybrid:
-        for other in _beyond_page_policies(settings, vllm_config.kv_transfer_config):
+        for other in _beyond_page_policies(settings, vllm_config):
             _refuse("model", model.model, f"layers that keep a state are not supported with {other}")
     if settings.prediction is not None:
         _refuse_predictor(settings, vllm_config)
     cache = vllm_config.cache_config
-    if settings.device != "none" and cache is not None and kv_dtype(cache.cache_dtype, model.dtype) == FP8:
+    if settings.device != "none" and kv_dtype(cache.cache_dtype, model.dtype) == FP8:
         _refuse("kv_cache_dtype", cache.cache_dtype, f"is not supported with device={settings.device}")
     if settings.device != "none" and settings.device_pool_pages is not None:
         check_pool_pages(settings, settings.device_pool_pages, model.get_num_layers(vllm_config.parallel_config))
 
 
-def refuse_beside_window(window: int, settings: HybridSparseConfig, connector: Any) -> None:
-    """What is not served beside layers with a sliding window. Raises ConfigError."""
-    for other in _beyond_page_policies(settings, connector):
+def refuse_beside_window(window: int, settings: HybridSparseConfig, vllm_config: Any) -> None:
+    """Refuse what cannot be combined with layers that have a sliding window. Raises ConfigError."""
+    for other in _beyond_page_policies(settings, vllm_config):
         rule = (
             f"is not supported with {other}; --disable-sliding-window serves the model in requests of up to so many "
             "tokens, none of which a window cuts off"
@@ -142,19 +155,30 @@ def refuse_beside_window(window: int, settings: HybridSparseConfig, connector: A
 
 
 def refuse_sinks(settings: HybridSparseConfig) -> None:
-    """What is not served beside learned attention sinks (gpt-oss). Raises ConfigError."""
+    """Refuse what cannot be combined with learned attention sinks (gpt-oss). Raises ConfigError."""
     for other in _beyond_page_policies(settings):
         _refuse("has_sink", True, f"learned attention sinks are not supported with {other}")
 
 
-def _beyond_page_policies(settings: HybridSparseConfig, connector: Any = None) -> list[str]:
-    """What asks for more than a page policy on the host: a policy with state of requests, a device, a KV connector."""
+def _beyond_page_policies(settings: HybridSparseConfig, vllm_config: Any = None) -> list[str]:
+    """Settings that ask for more than page policies on the host: a policy with state, a device, a KV connector.
+
+    vllm_config   None: leaves KV connectors out, which are supported then
+    """
     keeps_state = settings.salience is not None or settings.prediction is not None
     return [
         *([f"policy={settings.policy}"] if keeps_state else []),
         *([f"device={settings.device}"] if settings.device != "none" else []),
-        *([f"kv_connector={connector.kv_connector}"] if connector is not None else []),
+        *([] if vllm_config is None else _connectors(vllm_config)),
     ]
+
+
+def _connectors(vllm_config: Any) -> list[str]:
+    """The setting that brings a KV connector. vLLM makes one from `kv_offloading_size` after asking the platform."""
+    offloaded, transfer = vllm_config.cache_config.kv_offloading_size, vllm_config.kv_transfer_config
+    if offloaded is not None:
+        return [f"kv_offloading_size={offloaded}"]
+    return [] if transfer is None else [f"kv_connector={transfer.kv_connector}"]
 
 
 def _refuse_predictor(settings: HybridSparseConfig, vllm_config: Any) -> None:
@@ -189,12 +213,15 @@ def refuse_layer(selector: Any) -> None:
         ("use_mla", "multi-head latent attention (MLA) is not supported"),
         ("use_sparse", "models with a trained sparse indexer are not supported"),
         ("use_mm_prefix", "bidirectional attention over multimodal prefixes is not supported"),
-        ("use_per_head_quant_scales", "a quantised KV cache is not supported"),
+        (
+            "use_per_head_quant_scales",
+            "a KV cache with a scale for each head is not supported; one for a whole layer is",
+        ),
         ("use_non_causal", "non-causal attention is not supported"),
         ("use_batch_invariant", "batch-invariant execution is not supported"),
         ("use_rswa", "reference sliding-window attention is not supported"),
     ):
-        if getattr(selector, name, False):
+        if getattr(selector, name):
             _refuse(name, True, why)
     if selector.attn_type != "decoder":
         _refuse("attn_type", str(selector.attn_type), "only decoder attention is supported")
@@ -210,7 +237,7 @@ _KV_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": FP8, 
 
 
 def kv_dtype(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> torch.dtype:
-    """What the KV cache is stored in: the model's own dtype, one half as wide as float32, FP8. Raises ConfigError."""
+    """The KV cache's dtype: the model's own, one half as wide if that is float32, or FP8. Raises ConfigError."""
     if kv_cache_dtype in (None, "auto"):
         return model_dtype
     stored = _KV_DTYPES.get(str(kv_cache_dtype))

@@ -1,4 +1,4 @@
-"""What workers do whose KV cache lies in host memory: make it ready before the first request, and report its use."""
+"""Workers whose KV cache lies in host memory: they make it ready before the first request, and report its use."""
 
 import time
 from collections.abc import Iterable
@@ -26,27 +26,27 @@ logger = init_logger("vllm.hybrid_sparse")
 
 
 class ReportedOutput(AsyncModelRunnerOutput):
-    """The promise of a step's output, as runner V2 and async scheduling have it, and the report that goes with it."""
+    """The promise of a step's output, as runner V2 and async scheduling return it, with the report that goes along."""
 
     def __init__(self, output: AsyncModelRunnerOutput, report: WorkerReport) -> None:
         self._output, self._report = output, report
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the step's tokens."""
+        """Wait for the step's tokens, and attach the report."""
         return self._report.attach(self._output.get_output())
 
 
 class HostStoreWorker(WorkerBase):
-    """To be put before one of vLLM's workers, which does all the rest."""
+    """A mixin to put before one of vLLM's workers, which does all the rest."""
 
     _connected = False  # whether a KV connector is configured
     _ready = False  # whether there is a KV cache, and so something to report
-    _late: tuple[DecodeStats, TierStats | None] = (DecodeStats(), None)  # taken, and to be reported with the next step
+    _late: tuple[DecodeStats, TierStats | None] = (DecodeStats(), None)  # taken, not yet reported
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load the model; its layers share nothing with those of an engine that this process had before.
+        """Load the model. Its layers share nothing with those of an earlier engine in this process.
 
-        Raises ConfigError for a model that has an attention backend of its own choice.
+        Raises ConfigError for a model that chooses its attention backend itself.
         """
         begin_engine(local_workers(self.parallel_config))
         super().load_model(load_dummy_weights=load_dummy_weights)
@@ -54,7 +54,7 @@ class HostStoreWorker(WorkerBase):
             _refuse_own_choice(layer)
 
     def get_kv_cache_spec(self) -> Any:
-        """The layers' specs; the backend reads our settings from the current configuration to size a block."""
+        """The layers' specs. To size a block, the backend reads our settings from the current configuration."""
         with set_current_vllm_config(self.vllm_config):
             return super().get_kv_cache_spec()
 
@@ -88,15 +88,15 @@ class HostStoreWorker(WorkerBase):
         return [layer.kv_cache for layer in self._layers()]
 
     def open_device(self, kv_caches: list[torch.Tensor]) -> None:
-        """Make the device tier, where the settings ask for one."""
+        """Make the device tier, if the settings ask for one."""
         self._runtime.open_device(kv_caches, self._attentions())
 
     @with_frame_room
     def execute_model(self, scheduler_output: Any) -> Any:
-        """The forward pass of one step.
+        """Run the forward pass of one step.
 
-        Requests that finished or were aborted since the last step, or were preempted for this one, lose their state
-        first: one that is resumed, or comes with the same id, begins again.
+        First, requests that finished or were aborted since the last step, or were preempted for this one, lose their
+        state. A request that is resumed, or comes with the same id, begins again.
         """
         self._runtime.requests.release(scheduler_output.finished_req_ids)
         self._runtime.requests.release(scheduler_output.preempted_req_ids or ())
@@ -107,9 +107,9 @@ class HostStoreWorker(WorkerBase):
 
     @with_frame_room
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """The end of a step: its tokens, with a report of what was read for them.
+        """End a step: return its tokens, with a report of what was read for them.
 
-        Every log_interval_s with decoding in it, lines in the log say the same of that time.
+        For every log_interval_s with decoding in it, lines in the log say the same.
         """
         output = super().sample_tokens(grammar_output)
         stats, tiers = self._take_stats()
@@ -127,7 +127,7 @@ class HostStoreWorker(WorkerBase):
         return self._report(stats, tiers).attach(output) if isinstance(output, ModelRunnerOutput) else output
 
     def _take_stats(self) -> tuple[DecodeStats, TierStats | None]:
-        """What was read since the last report; what a device says only in a step without decode rows is not lost."""
+        """What was read since the last report, including what a device said in a step without decode rows."""
         stats, tiers = self._runtime.take_stats(), self._runtime.take_tier_stats()
         (late_stats, late_tiers), self._late = self._late, (DecodeStats(), None)
         if tiers is not None and late_tiers is not None:
@@ -135,9 +135,9 @@ class HostStoreWorker(WorkerBase):
         return stats + late_stats, tiers
 
     def _loaded_blocks(self, scheduler_output: Any) -> LoadedBlocks | None:
-        """Cached blocks of the requests that begin or resume in this step: a KV connector may have loaded them.
+        """The cached blocks of requests that begin or resume in this step: a KV connector may have loaded them.
 
-        Blocks that were cached here are among them; to summarise these again changes nothing.
+        Blocks that were cached here are among them; summarising those again changes nothing.
         """
         cached = scheduler_output.scheduled_cached_reqs
         begun = [(new.block_ids, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs]
@@ -152,7 +152,7 @@ class HostStoreWorker(WorkerBase):
         return LoadedBlocks.of(block_ids[0][: -(-computed // block_tokens)] for block_ids, computed in begun)
 
     def _blocks_written_elsewhere(self, scheduler_output: Any) -> list[int]:
-        """Blocks that this step writes other than through the layers: loaded by a KV connector, copied, or zeroed."""
+        """Blocks that something other than the layers writes in this step: a KV connector's load, a copy or zeroing."""
         loaded = self._runtime.loaded_blocks
         blocks = set() if loaded is None else set(loaded.blocks.tolist())
         blocks.update(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
@@ -165,11 +165,11 @@ class HostStoreWorker(WorkerBase):
         return [layer for layer in layers if isinstance(getattr(layer, "impl", None), HybridSparseImpl)]
 
     def _attentions(self) -> list[Any]:
-        """Their kernels."""
+        """The kernels of these layers."""
         return [layer.impl.attention for layer in self._layers()]
 
     def shutdown(self) -> None:
-        """Log what the last interval left, and end the device tier's threads."""
+        """Log the rest of the last interval, and end the device tier's threads."""
         if self._ready and self._logs:
             self._write_lines()
         if self._ready:
@@ -177,7 +177,7 @@ class HostStoreWorker(WorkerBase):
         super().shutdown()
 
     def failed_loads(self) -> int:
-        """Loads to the device that failed since the start, whose pages the host attended to."""
+        """How many loads to the device have failed since the start. The host attended to their pages."""
         tier = self._runtime.device_tier
         return 0 if tier is None else tier.failures
 
@@ -198,23 +198,23 @@ class HostStoreWorker(WorkerBase):
 
 
 def local_workers(parallel_config: Any) -> int:
-    """Workers of the engines on this machine."""
+    """The number of workers that the engines have on this machine."""
     workers: int = parallel_config.local_world_size * max(1, parallel_config.data_parallel_size_local)
     return workers
 
 
 def one_of_each_storage(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """A tensor for each memory that some of them share."""
+    """One tensor for each storage, however many tensors share it."""
     return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory behind some tensors, what they share counted once."""
+    """Bytes of the storages behind some tensors; a shared storage counts once."""
     return sum(tensor.untyped_storage().nbytes() for tensor in one_of_each_storage(tensors))
 
 
 def _refuse_own_choice(layer: Attention) -> None:
-    """A model may give its layers a backend, whatever was asked for: MiMo-V2 does, whose values have another size."""
+    """Refuse a layer whose backend the model chose itself, or whose values differ in size from keys (MiMo-V2's)."""
     if layer.attn_backend is not HybridSparseBackend:
         own = layer.attn_backend.__name__
         raise ConfigError(

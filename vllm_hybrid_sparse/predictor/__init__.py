@@ -1,1 +1,1 @@
-"""What a head needs, predicted before its host keys are read (Fluxion): labels, features, the network, its training."""
+"""Predicts what a head needs before its host keys are read (Fluxion): labels, features, the network, its training."""

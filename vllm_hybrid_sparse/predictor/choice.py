@@ -1,4 +1,4 @@
-"""Which predictor serves a model: the one that the user names, else the shipped one, where it fits."""
+"""Which predictor serves a model: the one that the user names, otherwise the shipped one if it fits."""
 
 from pathlib import Path
 
@@ -18,8 +18,8 @@ def choose_predictor(
 ) -> tuple[Predictor, PredictorOrigin]:
     """Read the predictor for a model of this shape, this retained set and the prediction's ranking.
 
-    raises   ConfigError where the file is none or was made for something else, and where none is named and no shipped
-             one fits: with the command that makes one
+    raises   ConfigError if the file is not a predictor or was made for something else. If none is named and no shipped
+             one fits, the error has the command that makes one
     """
     ranking = prediction.ranking
     if prediction.predictor is not None:

@@ -1,7 +1,7 @@
 """The 41 features of a query head (Fluxion, table 1 and appendix A.1).
 
-`observe_anchor` computes what is known at the end of the prefill, once; `decode_features` adds what a decode step
-knows, without a look at the host segment.
+`observe_anchor` computes once what is known at the end of the prefill. `decode_features` adds what a decode step knows,
+without reading the host segment.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from vllm_hybrid_sparse.predictor.segments import Segments, attend_segment, by_g
 from vllm_hybrid_sparse.values import RetainedSet
 
 FEATURE_VERSION: Final = 1
-"""Raised whenever a feature changes, so that a predictor of other features is refused."""
+"""Increased whenever a feature changes, so that a predictor of other features is refused."""
 
 FEATURES: Final = (
-    # the structure, four
+    # structure, four
     "layer", "head", "host_tokens", "retained_tokens",
     # KV distribution, twelve, of the host segment unless said otherwise
     "sink_key_norm", "sink_value_norm", "mean_key_norm", "mean_value_norm",
@@ -45,30 +45,30 @@ DECODE_FEATURES: Final = (
     "host_tokens", "retained_tokens", "similarity_mean", "sink_lse", "host_lse", "local_lse",
     "sink_output_norm", "local_output_norm", "query_norm", "query_cosine", "largest_output_norm",
 )  # fmt: skip
-"""Those that every decode step computes anew; the others are the anchor's."""
+"""The features that every decode step computes anew; the others are the anchor's."""
 
 _COLUMN: Final = {name: index for index, name in enumerate(FEATURES)}
 _DECODE_COLUMNS: Final = torch.tensor([_COLUMN[name] for name in DECODE_FEATURES])
-_TINY: Final = 1e-30  # keeps 0 / 0 out; far below any norm
+_TINY: Final = 1e-30  # prevents 0 / 0; far below any norm
 
 
 @dataclass(frozen=True, slots=True)
 class RetainedStates:
-    """What attention to the retained set says of each query head; the native core computes these states anyway."""
+    """What attention to the retained set says about each query head; the native core computes these states anyway."""
 
-    sink_lse: Tensor  # [q_heads] natural log; -inf where the segment is empty
-    sink_output_norm: Tensor  # [q_heads] ||O_sink(q)||, 0 where the segment is empty
+    sink_lse: Tensor  # [q_heads] natural log; -inf if the segment is empty
+    sink_output_norm: Tensor  # [q_heads] ||O_sink(q)||; 0 if the segment is empty
     local_lse: Tensor
     local_output_norm: Tensor
-    output_norm: Tensor  # [q_heads] ||O~_h(q)||: over both segments together
+    output_norm: Tensor  # [q_heads] ||O~_h(q)||, over both segments together
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """What one layer keeps of the anchor query q', the last of the prefill, and of the host segment at that time.
+    """What one layer keeps of the anchor query q', the last one of the prefill, and of the host segment at that time.
 
-    The paper does not say whether the anchor is ever renewed. Here it may be observed anew at any decode step; the cost
-    is one dense attention of that query.
+    The paper does not say whether the anchor is ever renewed. Here it may be observed anew at any decode step, which
+    costs one dense attention of that query.
     """
 
     features: Tensor  # [q_heads, 41]; NaN in the columns of DECODE_FEATURES
@@ -84,7 +84,7 @@ def attend_retained(query: Tensor, keys: Tensor, values: Tensor, scale: float, s
     """
     sink, sink_lse = attend_segment(query, keys[:, segments.sink], values[:, segments.sink], scale)
     local, local_lse = attend_segment(query, keys[:, segments.local], values[:, segments.local], scale)
-    sink_share = torch.sigmoid(sink_lse - local_lse)[:, None]  # an empty one has -inf, hence no share
+    sink_share = torch.sigmoid(sink_lse - local_lse)[:, None]  # an empty segment has -inf, hence no share
     both = sink_share * sink + (1 - sink_share) * local
     return RetainedStates(sink_lse, sink.norm(dim=-1), local_lse, local.norm(dim=-1), both.norm(dim=-1))
 
@@ -101,15 +101,15 @@ def observe_anchor(
 ) -> Anchor:
     """Everything that the features take from the anchor query and from the prefill's keys and values.
 
-    The appendix writes ||K_sink|| for a matrix where table 1 counts a mean: here it is the mean of the row norms.
-    Variance, skewness and kurtosis are those of the population, the kurtosis 3 for a normal distribution; skewness and
-    kurtosis of equal values are 0. D^-1/2 is the softmax scale. The features of an empty segment are 0.
+    The appendix writes ||K_sink|| of a matrix, where table 1 counts a mean: here it is the mean of the row norms.
+    Variance, skewness and kurtosis are those of the population. The kurtosis of a normal distribution is 3; skewness
+    and kurtosis of equal values are 0. D^-1/2 is the softmax scale. The features of an empty segment are 0.
 
     query          [q_heads, head_dim]            bf16 | f16 | f32, computed in f32; or f64
     keys, values   [kv_heads, tokens, head_dim]   likewise; the anchor's own token is the last one
     layer          index of the layer, from 0
     tau            error of the budget features (eq. 2); > 0, else ConfigError
-    page_weights   what ranks the blocks of the budget features, as of `label_heads`
+    page_weights   what ranks the blocks of the budget features, as for `label_heads`
     """
     query, keys, values = (in_compute_dtype(tensor) for tensor in (query, keys, values))
     segments = Segments.of(retained, keys.shape[1])
@@ -168,10 +168,11 @@ def approximate_host_lse(host_tokens: int, query_norm: Tensor, mean: Tensor, var
 def decode_features(anchor: Anchor, query: Tensor, scale: float, states: RetainedStates, segments: Segments) -> Tensor:
     """The 41 features of each query head of a layer at one decode step.
 
-    The host segment's moments are the anchor's, even where pages have joined the segment since; the lengths are not.
+    The host segment's moments are the anchor's, even if pages have joined the segment since then. The lengths are
+    current.
 
     query      [q_heads, head_dim]   any floating dtype
-    states     of this query
+    states     those of this query
     returns    [q_heads, 41] of the dtype of the anchor's features; finite
     """
     query = query.to(anchor.features.dtype)
@@ -201,7 +202,7 @@ def decode_features(anchor: Anchor, query: Tensor, scale: float, states: Retaine
 
 
 def _mean(tensor: Tensor, dim: int) -> Tensor:
-    """The mean; of nothing 0."""
+    """The mean; 0 of nothing."""
     return tensor.sum(dim=dim) / max(tensor.shape[dim], 1)
 
 

@@ -1,7 +1,7 @@
 """Head properties by offline analysis: the least budget that keeps a head's output (Fluxion, section 5.2, eq. 1 and 2).
 
-Blocks are ranked as when serving: by what their key codes say that they weigh, or by Quest's bounds, as in the paper.
-`labels_reference.py` says the same literally, one attention for each budget that is tried.
+Blocks are ranked as in serving: by the weight that key codes estimate for them, or by Quest's bounds, as in the paper.
+`labels_reference.py` does the same literally, with one attention for each budget that is tried.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from vllm_hybrid_sparse.predictor.segments import Segments, by_group, in_compute
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
 
 LABEL_GRANULARITIES = (1, *GRANULARITIES)
-"""Tokens of a block for which the least budget is found."""
+"""The block sizes, in tokens, for which the least budget is found."""
 
-_CHUNK_TOKENS = 128  # tokens ranked singly are tried this many at a time, since most heads need few
+_CHUNK_TOKENS = 128  # single tokens are tried this many at a time, since most heads need few
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLabels:
     """Least budgets of the query heads of one layer for one decode query, as shares of the host segment.
 
-    The error is not monotone in the budget: a block more can make it worse. `budgets` is the least budget that meets
-    the error, as the paper words it; `settled` is the least from which on every larger one meets it too.
+    The error is not monotone in the budget: one more block can make it worse. `budgets` is the least budget that meets
+    the error, as the paper words it. `settled` is the least budget that meets it together with all larger ones.
     """
 
     budgets: Tensor  # [q_heads, 5] for each of LABEL_GRANULARITIES, in [0, 1]
@@ -39,7 +39,7 @@ class HeadLabels:
 
     @property
     def base_budget(self) -> Tensor:
-        """bgt_h,0 [q_heads]: the least budget at one token a block."""
+        """bgt_h,0 [q_heads]: the least budget at one token per block."""
         return self.budgets[:, 0]
 
     @property
@@ -49,7 +49,7 @@ class HeadLabels:
 
 
 def is_streaming(budgets: Tensor) -> Tensor:
-    """Whether no budget is needed, which is so at every granularity or at none.
+    """Whether no budget is needed; this holds at every granularity or at none.
 
     budgets   [..., 5] for each of LABEL_GRANULARITIES
     returns   [...] bool
@@ -60,8 +60,8 @@ def is_streaming(budgets: Tensor) -> Tensor:
 def fit_growth(budgets: Tensor) -> Tensor:
     """The k of eq. 1, bgt(blk) = bgt_0 + k log2(blk), by least squares.
 
-    The paper sets bgt_0 to the least budget at blk = 1 and fits k, but does not say whether the line that is fitted has
-    a free intercept. Here it goes through bgt_0, since that is the line that eq. 1 is evaluated on.
+    The paper sets bgt_0 to the least budget at blk = 1 and fits k, but does not say whether the fitted line has a free
+    intercept. Here it goes through bgt_0, because eq. 1 is evaluated on that line.
 
     budgets   [..., 5] for each of LABEL_GRANULARITIES
     returns   [...]
@@ -84,19 +84,19 @@ def label_heads(
 
         ||o_h(bgt, blk) - o_h|| / max over h' of ||o_h'||  <=  tau
 
-    o_h(bgt, blk) attends to the retained set and the best blocks of the host segment, ties by the lower block: best by
-    what the pages are estimated to weigh for the head, or by Quest's bound of its query, sum over d of max(q_d max_d,
-    q_d min_d). With one token a block that is the order of the true scores, whatever ranks the larger ones. Blocks are
-    counted from the first candidate. Every budget of whole blocks is tried, 0 and all among them; a budget is the
-    tokens of its blocks over those of the host segment.
+    o_h(bgt, blk) attends to the retained set and to the best blocks of the host segment, ties by the lower block. Best
+    is by the weight that the pages are estimated to have for the head, or by Quest's bound of its query, sum over d of
+    max(q_d max_d, q_d min_d). At one token per block the bound is the true score, and these blocks are ranked by it
+    whatever ranks the larger ones. Blocks are counted from the first candidate. Every budget of whole blocks is tried,
+    including 0 and all; a budget is the tokens of its blocks over those of the host segment.
 
     query          [q_heads, head_dim]            bf16 | f16 | f32, computed in f32; or f64
-    keys, values   [kv_heads, tokens, head_dim]   likewise, the current token included
+    keys, values   [kv_heads, tokens, head_dim]   likewise, including the current token
     scale          softmax scale
     tau            > 0, else ConfigError
-    page_weights   [q_heads, pages of the host segment] logarithms, as key codes estimate them; None: ranked by bounds
-    attributed     share of what the other blocks are estimated to weigh that the chosen ones stand for, as when serving
-                   (kernels/merge/attribution.py); needs page_weights, and single tokens know none of it
+    page_weights   [q_heads, pages of the host segment] logarithms, as key codes estimate them; None: bounds rank blocks
+    attributed     share of the other blocks' estimated weight that goes to the chosen ones, as in serving
+                   (kernels/merge/attribution.py); needs page_weights and does not apply to single tokens
     returns        HeadLabels; without candidates every budget is 0
     """
     if not tau > 0:
@@ -129,13 +129,13 @@ def label_heads(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What the retained set gives to every partial output of a layer.
+    """What the retained set contributes to every partial output of a layer.
 
     With weights w_i = exp(s_i - max), the output over a set S is o + (sum over S of w_i (v_i - o)) / (sum over S of
-    w_i), so both sums, the deviation and the weight, are accumulated in the order of a ranking.
+    w_i). So both sums, the deviation and the weight, are accumulated in the order of a ranking.
     """
 
-    outputs: Tensor  # [kv_heads, group, head_dim] full attention's, o
+    outputs: Tensor  # [kv_heads, group, head_dim] those of full attention, o
     weight: Tensor  # [kv_heads, group]
     deviation: Tensor  # [kv_heads, group, head_dim]
     tolerance: float  # tau * the largest norm of a head's output
@@ -154,9 +154,9 @@ class _Kept:
         return within & (weight > 0)
 
     def meets_with_unread(self, deviation: Tensor, weight: Tensor, unread: Tensor, share: float) -> Tensor:
-        """Eq. 2 where the blocks read stand for a share of what the others weigh (`attribute_unread`).
+        """Eq. 2 if the blocks read also get a share of the others' estimated weight (`attribute_unread`).
 
-        deviation, weight   [kv_heads, group, blocks, head_dim] and [kv_heads, group, blocks] of the blocks read alone
+        deviation, weight   [kv_heads, group, blocks, head_dim] and [kv_heads, group, blocks], only of the blocks read
         unread              [kv_heads, group, blocks] estimated weight of the others
         returns             [kv_heads, group, blocks] bool
         """
@@ -164,12 +164,12 @@ class _Kept:
         given = share * unread / (total + (1 - share) * unread)
         of_read = (self.deviation[:, :, None] + deviation) / total[..., None]
         error = (of_read + given[..., None] * deviation / weight[..., None]).norm(dim=-1)
-        within: Tensor = error <= self.tolerance * (1 + given)  # not where a weight underflows: then the error is NaN
+        within: Tensor = error <= self.tolerance * (1 + given)  # false if a weight underflows, as the error is NaN then
         return within
 
 
 def _token_budget(kept: _Kept, scores: Tensor, weights: Tensor, values: Tensor) -> Tensor:
-    """[kv_heads, group] the least budget at one token a block.
+    """The least budget [kv_heads, group] at one token per block.
 
     scores, weights   [kv_heads, group, host tokens]
     values            [kv_heads, host tokens, head_dim]
@@ -196,7 +196,7 @@ def _token_budget(kept: _Kept, scores: Tensor, weights: Tensor, values: Tensor) 
 
 
 def _bound_blocks(query: Tensor, keys: Tensor) -> list[Tensor]:
-    """Quest's bounds [kv_heads, group, blocks] of the blocks at each of GRANULARITIES.
+    """Quest's bounds of the blocks, [kv_heads, group, blocks] for each of GRANULARITIES.
 
     query   [kv_heads, group, head_dim]
     keys    [kv_heads, host tokens, head_dim]   whole pages
@@ -213,7 +213,7 @@ def _bound_blocks(query: Tensor, keys: Tensor) -> list[Tensor]:
 
 
 def _weigh_blocks(page_weights: Tensor) -> list[Tensor]:
-    """What the blocks at each of GRANULARITIES weigh [kv_heads, group, blocks], as logarithms like their pages'."""
+    """The weights of the blocks, [kv_heads, group, blocks] for each of GRANULARITIES, logarithms like their pages'."""
     weights = [page_weights]
     for _ in GRANULARITIES[1:]:
         weights.append(_pairs(weights[-1], 2, -torch.inf).logsumexp(dim=3))
@@ -221,7 +221,7 @@ def _weigh_blocks(page_weights: Tensor) -> list[Tensor]:
 
 
 def _pairs(blocks: Tensor, dim: int, missing: float) -> Tensor:
-    """Pairs of neighbours along `dim`, the blocks of twice the size; an odd last one is paired with `missing`.
+    """Pairs of neighbours along `dim`, which make blocks of twice the size; an odd last one is paired with `missing`.
 
     blocks    [..., blocks, ...]
     returns   [..., ceil(blocks / 2), 2, ...]
@@ -242,13 +242,13 @@ def _block_budgets(
     estimates: list[Tensor] | None,
     attributed: float,
 ) -> tuple[Tensor, Tensor]:
-    """The least and the settled budgets, [kv_heads, group, 4] each, at each of GRANULARITIES.
+    """The least and the settled budgets at each of GRANULARITIES, [kv_heads, group, 4] each.
 
-    block_scores   of each of GRANULARITIES [kv_heads, group, blocks], by which blocks are ranked
+    block_scores   for each of GRANULARITIES the scores [kv_heads, group, blocks] that rank the blocks
     weights        [kv_heads, group, host tokens]
     values         [kv_heads, host tokens, head_dim]   whole pages
-    estimates      like block_scores, what the blocks are estimated to weigh; None: what is unread is left out
-    attributed     share of it that the blocks read stand for
+    estimates      like block_scores, the estimated weights of the blocks; None: unread blocks are left out
+    attributed     share of the unread weight that goes to the blocks read
     """
     value_pages = values.unflatten(1, (-1, PAGE_TOKENS))
     num_pages = value_pages.shape[1]
@@ -270,7 +270,7 @@ def _block_budgets(
             in_order = estimates[index].gather(-1, order)
             unread = (in_order.sum(dim=-1, keepdim=True) - in_order.cumsum(dim=-1)).clamp(min=0)
             read_meets = kept.meets_with_unread(read_deviation, read_weight, unread, attributed)
-        read_meets[..., -1] = True  # everything: full attention itself, whatever the rounding
+        read_meets[..., -1] = True  # everything is full attention itself, whatever the rounding
         meets = torch.cat((kept.meets(kept.deviation, kept.weight)[..., None], read_meets), dim=-1)
         sizes = torch.full_like(order, pages)
         sizes[order == num_blocks - 1] = num_pages - (num_blocks - 1) * pages

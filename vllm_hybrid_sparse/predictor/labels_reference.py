@@ -1,4 +1,4 @@
-"""Fluxion's labels in literal plain torch: one attention for each budget that is tried. Slow, written to be read."""
+"""Fluxion's labels, literally, in plain torch: one attention for each budget that is tried. Slow, but easy to read."""
 
 import math
 
@@ -18,8 +18,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 def rank_blocks(query: Tensor, keys: Tensor, blk: int, page_weights: Tensor | None) -> list[range]:
     """The blocks of the host segment as ranges of its tokens, best first, ties by the lower block.
 
-    page_weights   [pages] logarithms of what the pages weigh, by which blocks of whole pages are ranked; None: by
-                   Quest's bound. Single tokens are ranked by their bound, which is their score
+    page_weights   [pages] logarithms of the pages' weights, which rank blocks of whole pages; None: Quest's bounds rank
+                   them. Single tokens are always ranked by their bound, which is their score
     """
     blocks = [range(start, min(start + blk, len(keys))) for start in range(0, len(keys), blk)]
 
@@ -45,7 +45,7 @@ def least_budgets(
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Eq. 2 for every query head: the least budget at each of LABEL_GRANULARITIES, and the settled ones.
 
-    Arguments as of `label_heads`, in float64.
+    Arguments as for `label_heads`, in float64.
     """
     segments = Segments.of(retained, keys.shape[1])
     group = len(query) // len(keys)
@@ -60,7 +60,7 @@ def least_budgets(
         least.append([])
         settled.append([])
         for blk in LABEL_GRANULARITIES:
-            chosen, met = list(kept), [math.nan]  # budgets that meet the error, and below: those that do not
+            chosen, met = list(kept), [math.nan]  # met: budgets that meet the error; missed: the others
             missed: list[float] = []
             met.clear()
             for block in [range(0), *rank_blocks(q, head_keys[segments.host], blk, weights)]:
@@ -74,7 +74,7 @@ def least_budgets(
                     log_unread = weights[sorted(unread)].logsumexp(dim=0)
                     of_read = attend(q, head_keys[read], head_values[read], scale)
                     lse_chosen = (scale * head_keys[chosen] @ q).logsumexp(dim=0)
-                    # the whole, plus the unread for which a share of the read stands, and for the rest the whole
+                    # add the unread weight: its attributed share as the blocks read, the rest as the whole output
                     unread_weight = torch.exp(log_unread - lse_chosen)
                     stand_in = attributed * of_read + (1 - attributed) * output
                     output = (output + unread_weight * stand_in) / (1 + unread_weight)

@@ -22,20 +22,20 @@ SMOLLM2_PREDICTORS: Final = {
     PageRanking(): Path(__file__).with_name("smollm2-135m-instruct.safetensors"),
     _BOUNDS: Path(__file__).with_name("smollm2-135m-instruct-minmax.safetensors"),
 }
-"""The predictors that the package ships, for SmolLM2-135M-Instruct, by what ranks the pages; the metadata of each file
-have the command that made it."""
+"""The predictors that the package ships, for SmolLM2-135M-Instruct, by what ranks the pages. The metadata of each file
+contain the command that made it."""
 
 HIDDEN_SIZES: Final = (256, 256, 128)
 PARAMETERS: Final = 109_827
 """Weights and biases: 41 * 256 + 256 + 256 * 256 + 256 + 256 * 128 + 128 + 128 * 3 + 3, about 0.11 M."""
 
 _METADATA: Final = "hybrid_sparse_predictor"
-_FEATURE_LIMIT: Final = 10.0  # standard deviations; what lies beyond was never seen in training
+_FEATURE_LIMIT: Final = 10.0  # standard deviations; training saw nothing beyond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The numbers of a language model that a predictor is tied to."""
+    """The dimensions of a language model that a predictor is tied to."""
 
     layers: int
     query_heads: int
@@ -52,24 +52,24 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorOrigin:
-    """What a predictor was made for and how; kept in the metadata of its file."""
+    """What a predictor was made for, and how. Its file keeps this as metadata."""
 
     shape: ModelShape
     model: str  # name of the language model, without a path
-    tau: float  # error that the budgets are to keep (eq. 2)
+    tau: float  # the error that the budgets must not exceed (eq. 2)
     retained: RetainedSet  # what streaming heads read
     ranking: PageRanking  # what ranked the blocks
-    command: str  # that made the predictor, with file names and no paths
+    command: str  # the command that made the predictor, with file names and no paths
     validation: dict[str, float]  # figures on held-out prompts
-    unread_attributed: float = 0.0  # the setting of this name that its budgets count on
+    unread_attributed: float = 0.0  # the value of this setting that its budgets count on
 
     def to_metadata(self) -> dict[str, str]:
-        """What safetensors keeps; one entry, since it writes several in no particular order."""
+        """The metadata for safetensors: one entry, because it writes several in no particular order."""
         return {_METADATA: json.dumps(asdict(self) | {"feature_version": FEATURE_VERSION})}
 
     @classmethod
     def from_metadata(cls, metadata: dict[str, str], name: str) -> Self:
-        """The inverse; raises ConfigError where the metadata are not a predictor's or its features are others."""
+        """The inverse. Raises ConfigError if the metadata are not a predictor's, or another release made them."""
         if _METADATA not in metadata:
             raise ConfigError(f"hybrid_sparse.predictor={name}: must be a file that `hybrid-sparse calibrate` wrote")
         try:
@@ -79,7 +79,7 @@ class PredictorOrigin:
                     f"hybrid_sparse.predictor={name}: feature_version={version}: must be {FEATURE_VERSION}; {_REMEDY}"
                 )
             content["shape"], content["retained"] = ModelShape(**content["shape"]), RetainedSet(**content["retained"])
-            # Files that do not say what ranks pages are of when bounds alone did.
+            # Files that do not say what ranks pages date from when only bounds did.
             content["ranking"] = PageRanking(**content["ranking"]) if "ranking" in content else _BOUNDS
             return cls(**content)
         except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
@@ -90,7 +90,7 @@ class PredictorOrigin:
     def check(
         self, name: str, shape: ModelShape, retained: RetainedSet, ranking: PageRanking, tau: float | None = None
     ) -> None:
-        """Raise ConfigError unless the predictor serves this model, retained set, ranking and, where given, error."""
+        """Raise ConfigError unless the predictor serves this model, retained set, ranking and, if given, error."""
         wanted = asdict(shape) | asdict(retained) | asdict(ranking) | ({} if tau is None else {"tau": tau})
         made_for = asdict(self.shape) | asdict(self.retained) | asdict(self.ranking) | {"tau": self.tau}
         for key, value in wanted.items():
@@ -105,19 +105,19 @@ _REMEDY: Final = "make one with `hybrid-sparse calibrate`"
 
 @dataclass(frozen=True, slots=True)
 class HeadProperties:
-    """(bgt_h,0, k_h, s_h) as predicted, for any number of query heads; the budgets are shares of the host segment."""
+    """The predicted (bgt_h,0, k_h, s_h) of any number of query heads. Budgets are shares of the host segment."""
 
     base_budget: Tensor  # [heads]
     growth: Tensor  # [heads]
-    streaming: Tensor  # [heads] at least 0.5 where the head is taken for a streaming head; in [0, 1]
+    streaming: Tensor  # [heads] in [0, 1]; from 0.5 on the head is taken for a streaming head
 
 
 class Predictor(nn.Module):
     """A feed-forward network: 41 standardised features, three hidden layers, and the three properties.
 
-    The paper says that there are 0.112 M parameters, a shared backbone and an output layer a task, and no more; the
-    sizes and ReLU are ours. Features are standardised with the statistics of the training set, kept here as buffers,
-    and held within 10 standard deviations; the regression outputs are standardised likewise.
+    The paper only says that there are 0.112 M parameters, a shared backbone and an output layer for each task; the
+    sizes and ReLU are ours. Features are standardised with the statistics of the training set, which are kept here as
+    buffers, and clamped to 10 standard deviations. The regression outputs are standardised too.
     """
 
     feature_mean: Tensor
@@ -139,18 +139,18 @@ class Predictor(nn.Module):
         assert sum(weight.numel() for weight in self.parameters()) == PARAMETERS
 
     def forward(self, features: Tensor) -> Tensor:
-        """[heads, 41] f32 features as they come to [heads, 3]: bgt_0 and k standardised, and the logit of s."""
+        """Map raw features [heads, 41] f32 to [heads, 3]: standardised bgt_0 and k, and the logit of s."""
         standard = (features - self.feature_mean) / self.feature_std
         outputs: Tensor = self.outputs(self.backbone(standard.clamp(-_FEATURE_LIMIT, _FEATURE_LIMIT)))
         return outputs
 
     def line(self, outputs: Tensor) -> Tensor:
-        """[heads, 3] f32 as `forward` gives them to [heads, 2]: bgt_0 and k of eq. 1, shares of the host segment."""
+        """Map `forward`'s outputs [heads, 3] f32 to [heads, 2]: bgt_0 and k of eq. 1, shares of the host segment."""
         return outputs[:, :2] * self.target_std + self.target_mean
 
     @torch.inference_mode()
     def predict(self, features: Tensor) -> HeadProperties:
-        """The properties of the heads whose features these are, [heads, 41] f32."""
+        """Predict the properties of heads from their features, [heads, 41] f32."""
         outputs = self(features)
         base_budget, growth = self.line(outputs).unbind(dim=1)
         return HeadProperties(base_budget, growth, outputs[:, 2].sigmoid())
@@ -164,23 +164,26 @@ class Predictor(nn.Module):
 def load_predictor(
     path: Path, shape: ModelShape, retained: RetainedSet, ranking: PageRanking, tau: float | None = None
 ) -> tuple[Predictor, PredictorOrigin]:
-    """Read a predictor that serves a model of this shape with this retained set, pages ranked so.
+    """Read a predictor, and check that it serves this model shape, retained set and ranking of pages.
 
-    tau      the error it must have been made for; None takes any
-    raises   ConfigError, `predictor=file: rule`, where there is no such file, it is no predictor, or it was made for
-             another model shape, retained set, ranking, error or version of the features
+    tau      the error that it must have been made for; None: any
+    raises   ConfigError, `predictor=file: rule`, if there is no such file, it cannot be read or is no predictor, or it
+             was made for another model shape, retained set, ranking, error or version of the features
     """
-    if not path.is_file():
-        raise ConfigError(f"hybrid_sparse.predictor={path}: no such file; {_REMEDY}")
     try:
+        if not path.is_file():
+            raise ConfigError(f"hybrid_sparse.predictor={path}: no such file; {_REMEDY}")
+        path.open("rb").close()  # safetensors would say that a file without read permission does not exist
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except SafetensorError as error:
         raise ConfigError(f"hybrid_sparse.predictor={path}: must be a safetensors file ({error})") from error
+    except OSError as error:
+        raise ConfigError(f"hybrid_sparse.predictor={path}: cannot be read ({error.strerror or error})") from error
     origin = PredictorOrigin.from_metadata(metadata, path.name)
     origin.check(path.name, shape, retained, ranking, tau)
-    # Nothing is computed here: vLLM's first process comes by, and torch's threads would not outlive its fork.
+    # Nothing may be computed here: vLLM's first process runs this too, and torch's threads would not outlive its fork.
     with torch.device("meta"):
         predictor = Predictor()
     try:

@@ -1,4 +1,4 @@
-"""Training samples of one prompt, and the shard file that keeps them."""
+"""Training samples of one prompt, and the shard file that stores them."""
 
 import zipfile
 from dataclasses import dataclass, fields
@@ -14,7 +14,7 @@ from vllm_hybrid_sparse.predictor.whole_file import whole_file
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Features and labels of decode steps, by step, layer and query head."""
+    """Features and labels of decode steps for each step, layer and query head."""
 
     features: NDArray[np.float32]  # [steps, layers, q_heads, 41]
     budgets: NDArray[np.float32]  # [steps, layers, q_heads, 5], as HeadLabels
@@ -33,7 +33,7 @@ class Samples:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a shard; raises ConfigError where the file is none."""
+        """Read a shard; raises ConfigError if the file is not one."""
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 return cls(**{entry.name: arrays[entry.name] for entry in fields(cls)})

@@ -12,9 +12,9 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
 class Segments:
     """Where the segments of one sequence end: tokens [0, sink_end), [sink_end, host_end) and [host_end, tokens).
 
-    The paper's window is the prefill's last 256 tokens and grows while decoding (L_new). Here it moves, page by page:
-    a page that the recent window has left is a candidate, so the host segment grows and the local one, which holds the
-    new tokens, keeps its size. The host segment is the candidates.
+    The paper's window is the prefill's last 256 tokens and grows during decoding (L_new). Here it moves page by page: a
+    page that has left the recent window is a candidate. So the host segment, which is the candidates, grows, and the
+    local segment, which holds the new tokens, keeps its size.
     """
 
     sink_end: int
@@ -50,12 +50,12 @@ class Segments:
 
     @property
     def local(self) -> slice:
-        """Tokens of the local segment, the current one included."""
+        """Tokens of the local segment, including the current one."""
         return slice(self.host_end, self.tokens)
 
 
 def in_compute_dtype(tensor: Tensor) -> Tensor:
-    """The tensor in float64 where it is so already, else in float32."""
+    """The tensor in float64 if it already is, otherwise in float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -69,7 +69,7 @@ def attend_segment(query: Tensor, keys: Tensor, values: Tensor, scale: float) ->
 
     query          [q_heads, head_dim]            f32 | f64
     keys, values   [kv_heads, tokens, head_dim]   same dtype
-    returns        out [q_heads, head_dim], lse [q_heads] natural log; of no tokens zeros and -inf
+    returns        out [q_heads, head_dim], lse [q_heads] natural log; zeros and -inf if there are no tokens
     """
     scores = scale * by_group(query, keys.shape[0]) @ keys.transpose(1, 2)
     if keys.shape[1] == 0:

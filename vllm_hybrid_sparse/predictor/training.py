@@ -20,10 +20,10 @@ class TrainingConfig:
     """How the predictor is trained."""
 
     epochs: int = 40  # >= 1
-    batch_heads: int = 1024  # samples of one optimiser step; >= 1
+    batch_heads: int = 1024  # samples per optimiser step; >= 1
     learning_rate: float = 2e-3  # at the start, falling to 0 by a cosine; > 0
     weight_decay: float = 1e-3  # AdamW's; >= 0
-    quantile: float = 0.9  # how often a budget shall suffice, none for a streaming head included, in (0, 1)
+    quantile: float = 0.9  # how often a budget must suffice, including 0 for a streaming head; in (0, 1)
     validation_share: float = 0.2  # of the prompts, in (0, 1); at least one, and one is left to train on
     seed: int = 0
 
@@ -41,9 +41,10 @@ class TrainingConfig:
 
 
 def split_prompts(sources: Sequence[str], config: TrainingConfig) -> tuple[list[int], list[int]]:
-    """Indices of the prompts to train on and to validate on, drawn by the seed from each source by itself.
+    """Indices of the prompts to train on and to validate on, drawn by the seed from each source separately.
 
-    sources   of each prompt: the text it comes from. A source of one prompt is trained on, unless there is no other
+    sources   the text that each prompt comes from. A source with one prompt is for training, but if all sources have
+              only one, the last prompt is for validation
     raises    ConfigError for fewer than two prompts
     """
     if len(sources) < 2:
@@ -61,14 +62,14 @@ def split_prompts(sources: Sequence[str], config: TrainingConfig) -> tuple[list[
 def train(prompts: Sequence[Samples], config: TrainingConfig, report: Callable[[int, float], None]) -> Predictor:
     """Fit a predictor to the samples; the same for the same samples, settings, torch and number of threads.
 
-    The paper says "regression objectives" for bgt_0 and k. Here it is the pinball loss of what the two are for, the
-    budgets of eq. 1 at the granularities that the selector chooses from, over the retrieval heads; its quantile says
-    how often such a budget shall suffice. (Quantiles of bgt_0 and of k apart would add up to more than that of their
-    budgets; and a line through the budget at one token fits the others worse.) So bgt_0 is where the line meets
-    blk = 1, not a budget to use. For s it is the cross entropy, over all heads. A head is then taken for a streaming
-    one where that is at least as likely as the quantile.
+    The paper says "regression objectives" for bgt_0 and k. Here the two are trained for their purpose: their loss is
+    the pinball loss, over the retrieval heads, of the budgets that eq. 1 gives at the granularities that the selector
+    chooses from. Its quantile says how often such a budget must suffice. (Separate quantiles of bgt_0 and k would add
+    up to more than the quantile of their budgets, and a line through the budget at one token fits the others worse.) So
+    bgt_0 is where the line meets blk = 1, not a budget to use. The loss for s is the cross entropy over all heads. A
+    head counts as streaming if its probability of that is at least the quantile.
 
-    prompts   at least one, with a retrieval head among them, else ConfigError
+    prompts   at least one, with a retrieval head among them, otherwise ConfigError
     report    is told each epoch, from 1, and its mean loss
     """
     samples = Samples.joined(list(prompts))
@@ -114,13 +115,18 @@ def train(prompts: Sequence[Samples], config: TrainingConfig, report: Callable[[
 
 
 def _deviation(values: Tensor) -> Tensor:
-    """The standard deviation of each column; 1 for a column of equal values, which then standardise to 0."""
+    """The standard deviation of each column; 1 for a column of equal values, so that these standardise to 0."""
     deviation = values.std(dim=0, correction=0)
     return torch.where(deviation > 1e-6 * values.abs().amax(dim=0), deviation, 1.0)
 
 
 def _loss(short: Tensor, logits: Tensor, streaming: Tensor, quantile: float) -> Tensor:
-    """Of a batch: what its budgets lack, in deviations [heads, granularities], and the logits of s."""
+    """The loss of a batch.
+
+    short       [heads, granularities]   what the predicted budgets lack, in standard deviations
+    logits      [heads]                  of s
+    streaming   [heads] bool             whether the labels call the head streaming
+    """
     pinball = torch.maximum(quantile * short, (quantile - 1) * short)[~streaming].mean(dim=1)
     return pinball.sum() / max(len(pinball), 1) + functional.binary_cross_entropy_with_logits(
         logits, streaming.to(logits.dtype)

@@ -1,4 +1,4 @@
-"""What the predictions are worth on held-out prompts: errors, reached targets, streaming heads, data read."""
+"""How good the predictions are on held-out prompts: errors, reached targets, streaming heads, data read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from vllm_hybrid_sparse.predictor.model import Predictor
 from vllm_hybrid_sparse.predictor.samples import Samples
 
 STREAMING_PROBABILITY = 0.5
-"""A head counts as streaming from here on. The paper does not name its threshold."""
+"""A head counts as streaming from this probability on. The paper does not name its threshold."""
 
 _FIXED_BUDGET = 0.05
 
@@ -22,24 +22,25 @@ _FIXED_BUDGET = 0.05
 def validate(predictor: Predictor, prompts: Sequence[Samples], kv_heads: int) -> dict[str, float]:
     """Compare predictions with labels, head by head, and let the selector choose from both.
 
-    base_budget_error, growth_error   mean absolute error over the true retrieval heads; shares of the host segment. The
-                                      line is trained at the selector's granularities: neither is what training lessens
+    base_budget_error, growth_error   mean absolute error over the true retrieval heads; shares of the host segment.
+                                      Training reduces neither, since it fits the line at the selector's granularities
     budget_error_BLK                  likewise, of bgt(BLK) by eq. 1 against the label itself
-    fit_error_BLK                     what of it the straight line of eq. 1 costs: the labels' own line against them
-    streaming_share                   of all heads, by the labels
-    streaming_precision, _recall      of the predicted streaming heads; NaN where there are none
-    reached                           share of all heads whose selected budget is at least the least that meets tau (of
+    fit_error_BLK                     the part of it that the straight line of eq. 1 costs: the error of the labels' own
+                                      line
+    streaming_share                   share of all heads that the labels call streaming
+    streaming_precision, _recall      of the predicted streaming heads; NaN if there are none
+    reached                           share of all heads whose selected budget is at least the least that meets tau (for
                                       a predicted streaming head: whether it is one)
-    reached_settled                   likewise for the budget from which on every larger one meets it: the share of
-                                      heads that meet tau lies between the two
+    reached_settled                   likewise for the least budget that meets tau together with all larger ones; the
+                                      share of heads that meet tau lies between the two
     reached_retrieval                 `reached` among the heads that the labels call retrieval
-    read, read_labels                 mean share of the host segment that a group's heads select together (the sum, held
-                                      to the whole), by the predictions and by the labels' properties
+    read, read_labels                 mean share of the host segment that a group's heads select together (the sum, at
+                                      most 1), by the predictions and by the labels' properties
 
-    volume, volume_labels             mean V(blk) of eq. 3 over 2 L, hence with the metadata that is read for ranking
-    reached_fixed, volume_fixed       of the paper's strongest baseline, blocks of 16 tokens and a budget of 0.05 a head
+    volume, volume_labels             mean V(blk) of eq. 3 over 2 L, so including the metadata that is read for ranking
+    reached_fixed, volume_fixed       of the paper's strongest baseline: blocks of 16 tokens, a budget of 0.05 per head
 
-    prompts    at least one, else ConfigError
+    prompts    at least one, otherwise ConfigError
     kv_heads   groups of a layer
     """
     if not prompts:
@@ -113,7 +114,7 @@ def _selections(
 def _reaches(
     chosen: list[GroupBudgets], needed: NDArray[np.float32], host_tokens: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """[steps, layers, q_heads]: whether the blocks chosen are as many as needed at the granularity chosen."""
+    """Whether enough blocks are chosen at the granularity chosen, [steps, layers, q_heads]."""
     answers = []
     for step, labels, tokens in zip(chosen, needed, host_tokens, strict=True):
         by_group = labels.reshape(*step.blocks.shape, len(GRANULARITIES))

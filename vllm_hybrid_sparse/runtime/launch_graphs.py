@@ -1,8 +1,8 @@
-"""Launches that come again, step after step, as CUDA graphs: a layer's dozen kernels cost the host one launch then.
+"""Captures launches that come again, step after step, in CUDA graphs: a layer's dozen kernels then cost one launch.
 
-To launch a kernel from Python takes some ten microseconds and more, to replay a graph of many of them as much as one.
-What a graph was captured of runs again exactly, with the same places and numbers: what changes from step to step must
-lie in tensors whose places don't (`memory/step_tensors.py`), and numbers must be such that they serve many steps
+Launching a kernel from Python takes ten microseconds or more; replaying a graph of many kernels takes as long as one
+launch. A graph repeats exactly what was captured, with the same places and numbers. So what changes from step to step
+must lie in tensors whose places stay the same (`memory/step_tensors.py`), and numbers must suit many steps
 (`step_rows.room_for`).
 """
 
@@ -17,14 +17,14 @@ import torch
 logger = logging.getLogger(__name__)
 
 _MOST = 2048
-"""Graphs that are kept. Of 32 layers those of 64 kinds of steps."""
+"""The most graphs that are kept: with 32 layers, those of 64 kinds of steps."""
 
 _IDLE_RUNS = 8 * _MOST
-"""A graph makes room for another when so many launches came without it. Sooner, and kinds of steps that take turns
-would be captured again and again, which takes far longer than to launch them."""
+"""A graph makes room for another after this many runs without it. If it did so sooner, kinds of steps that take
+turns would be captured again and again, which takes far longer than launching them."""
 
 _MOST_MET = 2 * _MOST
-"""Kinds of launches that are remembered until they come again."""
+"""The most kinds of launches that are remembered until they come again."""
 
 
 class Captured(Protocol):
@@ -35,30 +35,31 @@ class Captured(Protocol):
 
 
 Capture = Callable[[Callable[[], None]], Captured]
-"""Lets a function launch what it launches, without running it, and returns that."""
+"""Records what a function launches, without running it, and returns the record."""
 
 
 class LaunchGraphs:
-    """Graphs by what their launches depend on. For the step's thread alone, and one queue.
+    """Graphs, by what their launches depend on. Only for the step's thread and one queue.
 
-    What is met for the first time is launched as it is: kernels may have to be compiled, and it may not come again.
+    Launches that are met for the first time are not captured: kernels may have to be compiled, and they may not come
+    again.
     """
 
     def __init__(self, capture: Capture | None) -> None:
-        """No graphs.
+        """No graphs yet.
 
-        capture   None: everything is launched as it is
+        capture   None: everything is launched directly
         """
         self._capture = capture
-        self._met: OrderedDict[Hashable, None] = OrderedDict()  # once, and not captured
+        self._met: OrderedDict[Hashable, None] = OrderedDict()  # met once, not captured
         self._graphs: OrderedDict[Hashable, tuple[Captured, int]] = OrderedDict()  # with the run that used it last
         self._runs = 0
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Launch, or replay what was launched for the same key.
 
-        key      all that the launches depend on: whatever differs in two calls with the same key has no effect
-        launch   it must wait for nothing
+        key      all that the launches depend on: any other difference between two calls with the same key has no effect
+        launch   must not wait for anything
         """
         self._runs += 1
         graph = self._graph(key, launch)
@@ -70,11 +71,11 @@ class LaunchGraphs:
         graph.replay()
 
     def _graph(self, key: Hashable, launch: Callable[[], None]) -> Captured | None:
-        """The key's graph, captured now where that is worth it; None: it is to be launched."""
-        if self._capture is None:
-            return None
+        """The key's graph, captured now if that is worth it; None: launch directly."""
         if key in self._graphs:
             return self._graphs[key][0]
+        if self._capture is None:
+            return None
         if key not in self._met:
             self._met[key] = None
             if len(self._met) > _MOST_MET:
@@ -85,14 +86,18 @@ class LaunchGraphs:
         try:
             graph = self._capture(launch)
         except Exception as error:  # noqa: BLE001 - whatever it is, launched one by one it is raised again
-            logger.warning("hybrid_sparse: launches cannot be captured in CUDA graphs (%s); they cost more now", error)
+            logger.warning(
+                "hybrid_sparse: launches cannot be captured in CUDA graphs (%s); what is not captured yet costs more",
+                error,
+            )
             self._capture = None
+            self._met.clear()
             return None
         del self._met[key]
         return graph
 
     def _has_room(self) -> bool:
-        """Whether there may be a further graph, which another that nobody used lately has made room for."""
+        """Whether there is room for another graph. May drop the one used longest ago, if it was idle long enough."""
         if len(self._graphs) < _MOST:
             return True
         oldest = next(iter(self._graphs))
@@ -103,17 +108,17 @@ class LaunchGraphs:
 
 
 class CudaCapture:
-    """Captures on a stream of its own. What the launches allocate is memory that all graphs have in turn."""
+    """Captures on its own stream. All graphs use the same memory, in turn, for what their launches allocate."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """See `Capture`. Raises what the launches raise, and RuntimeError where something cannot be captured."""
+        """See `Capture`. Raises what the launches raise, and RuntimeError if something cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            # Other threads launch and wait beside this one, on streams of their own.
+            # Other threads launch and wait at the same time, on their own streams.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 launch()
