@@ -1,8 +1,8 @@
-"""What `gpu_serving` asks, what is right, and how far answers are from it.
+"""The prompts of `gpu_serving`, their right answers, and how far other answers are from these.
 
-Right is what transformers makes of the same weights on the CPU, in float32. A backend's error is the largest difference
-of its log-probabilities to these, over the tokens that both show of a place, and all places before which it chose the
-same tokens.
+The right answers are those of transformers with the same weights on the CPU, in float32. A backend's error is the
+largest difference between its log-probabilities and the right ones, over the tokens that both show at a place. Places
+count up to and including the first at which the backend chose another token.
 """
 
 import math
@@ -12,26 +12,26 @@ from typing import Any, NamedTuple
 
 VOCABULARY = 512
 NEW_TOKENS = 24
-SHOWN = 5  # most likely tokens that are kept of every place
+SHOWN = 5  # most likely tokens that are kept for every place
 
 EXACT = 1e-3
-"""An error that sums of float32 in another order may make here; 0.0001 was seen, on CPUs and on an H200."""
+"""The error that float32 sums in another order may cause here; 0.0001 was seen, on CPUs and on an H200."""
 
 NOISE = 1.5
-"""How much larger the error of ours may be than another backend's at half precision, where both round: on an H200 0.27
-to 0.33 beside FLASH_ATTN's 0.30 (bfloat16)."""
+"""How many times another backend's error ours may have at half precision, where both round. On an H200 ours was 0.27 to
+0.33 and FLASH_ATTN's 0.30 (bfloat16)."""
 
 Answers = list[list[list[Any]]]
 """For each request, `[token, [[token, log-probability], …]]` by place."""
 
 
 class Verdict(NamedTuple):
-    """How answers compare with those that are right."""
+    """How answers compare with the right ones."""
 
     equal: int  # of the requests
     error: float
-    gap: float  # how much less likely than the right token another was that was chosen, at the most
-    strange: str  # a token that is none of the most likely where it was chosen, and where; empty: there is none
+    gap: float  # largest log-probability by which a wrongly chosen token is below the right one
+    strange: str  # the first chosen token that is not among the most likely there, and its place; empty: none
 
 
 def prompts() -> list[list[int]]:
@@ -67,7 +67,7 @@ def write_model(folder: Path, dtype: str) -> None:
 
 
 def right_answers(folder: Path) -> Answers:
-    """What a model's greedy answers are, by transformers in float32 on the CPU."""
+    """A model's greedy answers, by transformers in float32 on the CPU."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -88,7 +88,7 @@ def right_answers(folder: Path) -> Answers:
 
 
 def compare(right: Answers, answers: Answers) -> Verdict:
-    """How far answers are from the right ones; what follows the first other token of a request is not compared."""
+    """How far answers are from the right ones; nothing after a request's first different token is compared."""
     equal, error, gap, strange = 0, 0.0, 0.0, ""
     for request, (wanted, given) in enumerate(zip(right, answers, strict=True)):
         equal += [place[0] for place in wanted] == [place[0] for place in given]
@@ -107,5 +107,5 @@ def compare(right: Answers, answers: Answers) -> Verdict:
 
 
 def most_error(dtype: str, baseline: Verdict) -> float:
-    """What an error, and a gap, may be at the most."""
+    """The largest error, and the largest gap, that is allowed."""
     return EXACT if dtype == "float32" else NOISE * baseline.error

@@ -1,10 +1,10 @@
-"""Everything that needs an NVIDIA GPU, in one go: what `make gpu-check` runs.
+"""Runs everything that needs an NVIDIA GPU, in one go: `make gpu-check`.
 
     python -m benchmarks.gpu_check [--out DIR] [--only STAGE,…]
 
-The stages run in order of worth, each in a process of its own: one that fails or hangs stops no other, and a run that
-is cut off has done what matters most. DIR gets the whole log of each stage and `summary.json`, which is written anew
-after every stage; the table comes last. Exits with 1 where a stage failed, and with 2 where there is no GPU.
+The stages run in order of importance, each in a process of its own. One that fails or hangs stops no other, and a run
+that is cut off has done what matters most. DIR gets the whole log of each stage and `summary.json`, which is rewritten
+after every stage; the table comes last. Exits with 1 if a stage failed, and with 2 if there is no GPU.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from benchmarks.machine import REPOSITORY, provenance
 from benchmarks.report import markdown_table
 
 _SHOWN_LINES = 40  # of the log of a stage that failed
-_running: set[subprocess.Popen[bytes]] = set()  # of this process's stages
+_running: set[subprocess.Popen[bytes]] = set()  # the stages that this process runs now
 
 NOT_INSTALLED = 77
 """Exit status of a stage that lacks what it needs (deploy/gpu/smoke.py)."""
 
 CORES_PER_ENGINE = 1.25
-"""By which the engines and tests that run at a time are counted: each waits now and then."""
+"""Cores for each engine or test that runs at the same time; this few because each waits now and then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Stage:
     name: str
     command: tuple[str, ...]
     timeout_s: int = 300
-    grace_s: float = 10.0  # to end what it has started itself, when its time is up
+    grace_s: float = 10.0  # for ending what the stage itself has started, when its time is up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +55,12 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the whole check fails by it."""
+        """Whether this makes the whole check fail."""
         return self.status in ("FAILED", "TIMED OUT")
 
 
 def stages(out: Path) -> list[Stage]:
-    """All parts, by worth; `out` is where they may leave files."""
+    """All stages, most important first; they may leave files in `out`."""
     python = sys.executable
     jobs = max(1, int((os.cpu_count() or 1) / CORES_PER_ENGINE))
     smoke = str(REPOSITORY / "deploy" / "gpu" / "smoke.py")
@@ -71,7 +71,7 @@ def stages(out: Path) -> list[Stage]:
             name="tests",
             command=(
                 *("env", "TRITON_INTERPRET=0", python, "-m", "pytest", "-m", "gpu", "-q", "tests/kernels"),
-                *("-n", str(jobs)),  # most of their time is Triton's, which compiles
+                *("-n", str(jobs)),  # most of their time goes into compiling with Triton
             ),
             timeout_s=600,
         ),
@@ -139,9 +139,9 @@ def run_stage(stage: Stage, log: Path) -> Outcome:
 
 @contextlib.contextmanager
 def stage_threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that run stages side by side; what they were given is to be waited for in the block.
+    """Threads that run stages side by side; wait inside the block for what you submit to them.
 
-    Where an exception ends it, as SIGTERM's may, what runs is killed with its children, and nothing more begins.
+    If an exception ends the block, such as SIGTERM's, running stages are killed with their children and no more begin.
     """
     with ThreadPoolExecutor(max_workers=jobs) as threads:
         try:
@@ -154,12 +154,12 @@ def stage_threads(jobs: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def last_lines(log: Path) -> str:
-    """The end of what a stage said."""
+    """The end of a stage's log."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:])
 
 
 def ask_to_end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Let a stage that still runs end the groups that it has made of its own."""
+    """Let a stage that still runs end the process groups that it has made itself."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -186,7 +186,7 @@ def run_all(parts: Sequence[Stage], out: Path, machine: dict[str, object], say: 
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One line a stage."""
+    """One line per stage."""
     width = 70
     return markdown_table(
         ("stage", "", "s", "last line", "log"),
@@ -198,7 +198,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def find_gpu() -> str | None:
-    """Name, memory and driver of the first GPU, as nvidia-smi has them; None where there is none."""
+    """Name, memory and driver of the first GPU, as nvidia-smi gives them; None if there is none."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -208,7 +208,7 @@ def find_gpu() -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all stages or some, print the table, and say by the status whether any failed."""
+    """Run all stages or some, print the table, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of logs and summary")
     parser.add_argument("--only", default="", help="stages whose names begin so, comma-separated")

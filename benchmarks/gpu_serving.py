@@ -1,12 +1,13 @@
-"""Greedy answers of vLLM with hybrid_sparse, where it must be exact, against those of another backend.
+"""Compares greedy answers of vLLM with hybrid_sparse, in cases where it must be exact, with another backend's.
 
     python -m benchmarks.gpu_serving CASE… [--jobs 4] [--baseline FLASH_ATTN] [--dtype bfloat16] [--device cuda]
 
 A random Llama of four layers answers prompts from 3 to 1500 tokens, with shared beginnings, in chunks. Each engine runs
-in a process of its own, `--jobs` of them at a time, the baseline's first. What is right transformers says, in float32;
-in that dtype ours must be as exact, at half precision about as near as the baseline (`gpu_answers.py`). Anything else
-is a failure, and the exit status 1, with what the engine said last where it gave no answers; 77 where vLLM is not
-installed. On a machine without a GPU: `--baseline CPU_ATTN --dtype float32 --device emulated`.
+in a process of its own, `--jobs` of them at a time, the baseline's first. transformers gives the right answers, in
+float32. Ours must be as exact in float32, and about as near as the baseline at half precision (`gpu_answers.py`).
+Otherwise the case has failed and the exit status is 1; if an engine gave no answers, the end of its log is shown. The
+status is 77 if vLLM is not installed. On a machine without a GPU: `--baseline CPU_ATTN --dtype float32 --device
+emulated`.
 """
 
 import argparse
@@ -37,11 +38,11 @@ from vllm_hybrid_sparse.errors import LoadError
 DTYPES = ("bfloat16", "float16", "float32")
 
 NEARLY_ALL = 0.999999
-ALL_SALIENT = 1e-9  # of HGCA's beta: every token that was given any weight
+ALL_SALIENT = 1e-9  # as HGCA's beta: every token with any weight is salient
 RETAINED = {"sink_tokens": 16, "window_tokens": 64}
-# So that every row is one of two tiers, and the host chooses its pages.
+# Every row is a two-tier row, and the host chooses its pages.
 TIERED = {**RETAINED, "policy": "dense", "device_resident_share": 0, "device_ranking": "host"}
-# Rows whose pages the device chooses by itself, in a pool too small for them.
+# The device chooses the pages of every row by itself, in a pool too small for them.
 RANKED = {**TIERED, "device_ranking": "device", "device_pool_pages": 512, "admission": "none"}
 
 
@@ -60,16 +61,16 @@ class Case:
 
 CASES = {
     "dense": Case(settings=TIERED, env={}),
-    # Rows that the device reads by itself, where there is room for half of the requests.
+    # The device reads rows by itself, with room for half of the requests.
     "resident": Case(
         settings={**TIERED, "device_pool_pages": 2048, "device_resident_share": 0.8, "admission": "none"}, env={}
     ),
     "ranked": Case(settings=RANKED, env={}),
-    # Scored and ordered by key codes, and read until what is dropped rounds away.
+    # Pages are scored and ordered by key codes, and read until what is left out rounds away.
     "ranked_threshold": Case(
         settings={**RANKED, "policy": "progressive", "threshold": NEARLY_ALL, "microbatch_pages": 4}, env={}
     ),
-    # As it is used: some rows read whole, others ranked, with the rest of the model in graphs.
+    # As in normal use: some rows are read whole, others ranked, and the rest of the model runs in graphs.
     "graphs": Case(settings={**RANKED, "device_pool_pages": 2048, "device_resident_share": 0.5}, env={}, eager=False),
     "ranked_graphs": Case(
         settings={**RANKED, "policy": "progressive", "threshold": NEARLY_ALL, "microbatch_pages": 4},
@@ -78,13 +79,13 @@ CASES = {
     ),
     "small_pool": Case(settings={**TIERED, "device_pool_pages": 32, "admission": "none"}, env={}),
     "shared": Case(settings={**TIERED, "host_share": "queue"}, env={}),
-    # Below 1, where the verifying kernel runs, and so near to it that what is dropped rounds away.
+    # Below 1, so that the verifying kernel runs, but so near to 1 that what is left out rounds away.
     "threshold": Case(
         settings={**TIERED, "policy": "progressive", "threshold": NEARLY_ALL, "microbatch_pages": 4}, env={}
     ),
-    # HGCA with the window on the device and all else salient, so on the host.
+    # HGCA with the window on the device and everything else salient, so on the host.
     "salient": Case(settings={**RETAINED, "policy": "hgca", "hgca_beta": ALL_SALIENT}, env={}),
-    # Fluxion with a predictor that asks for everything: chosen on the host, read from one queue.
+    # Fluxion with a predictor that asks for everything; the host chooses, and all is read from one queue.
     "predicted": Case(settings={**RETAINED, "policy": "fluxion", "dense_tokens": 0, "host_share": "queue"}, env={}),
     "runner_v1": Case(settings={**TIERED, "device_resident_share": 0.5}, env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
 }
@@ -100,12 +101,12 @@ def answer(folder: Path, backend: str, dtype: str, settings: Mapping[str, Any] |
         attention_backend=backend,
         dtype=dtype,
         max_model_len=2048,
-        max_num_batched_tokens=256,  # long prompts come in chunks, beside rows that decode
-        gpu_memory_utilization=0.25,  # other engines may run beside this one
+        max_num_batched_tokens=256,  # long prompts come in chunks, together with rows that decode
+        gpu_memory_utilization=0.25,  # other engines may run at the same time
         kv_cache_memory_bytes=2**28,
         enforce_eager=eager,
         skip_tokenizer_init=True,
-        enable_flashinfer_autotune=False,  # of kernels that are not used here, on made-up steps
+        enable_flashinfer_autotune=False,  # it tunes kernels that are not used here, on made-up steps
         seed=0,
         **ours,
     )
@@ -127,7 +128,7 @@ def answer(folder: Path, backend: str, dtype: str, settings: Mapping[str, Any] |
 
 
 def run_engine(arguments: Sequence[str], env: Mapping[str, str], out: Path, timeout_s: int) -> Any:
-    """Answer in a process of its own, with what it says in a `.log` beside `out`. EngineError where it does not."""
+    """Answer in a process of its own, whose output goes to a `.log` next to `out`. EngineError if it gives none."""
     command = [sys.executable, "-m", "benchmarks.gpu_serving", *arguments, "--answers", str(out)]
     given = [f"{name}={value}" for name, value in env.items()]
     log = out.with_suffix(".log")
@@ -138,12 +139,12 @@ def run_engine(arguments: Sequence[str], env: Mapping[str, str], out: Path, time
 
 
 def run_engines(options: argparse.Namespace, folder: Path) -> dict[str, Future[Any]]:
-    """The answers of the baseline and of every case, all of them there."""
+    """The right answers, the baseline's and those of every case, once all have ended."""
     common = ["--baseline", options.baseline, "--dtype", options.dtype, "--device", options.device]
     common += ["--model", str(folder / "model")]
 
     def run(side: str, case: str, name: str, env: Mapping[str, str]) -> Any:
-        """One side's answers; a file and a log are left by its name."""
+        """One side's answers; it leaves a file and a log under its name."""
         return run_engine([case, *common, "--side", side], env, options.logs / f"{name}.json", options.timeout)
 
     with stage_threads(options.jobs) as engines:
@@ -219,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if find_spec("vllm") is None:
         print("vllm is not installed")
         return NOT_INSTALLED
-    stop_servers_when_terminated()  # and engines, each in a group of its own
+    stop_servers_when_terminated()  # and engines, each in its own process group
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         options.logs = options.logs or folder

@@ -3,15 +3,16 @@
     python -m benchmarks.gpu_timing [--cases 8Kx1,32Kx4] [--sides baseline,resident,fixed] [--device-gib 4]
 
 A random model of Llama-3.1-8B's shape decodes over contexts that vLLM's DecodeBenchConnector fills with random numbers,
-so that no prompt is computed. Attention to random keys is nearly flat, and a threshold would read all of it: time fixed
+so no prompt is computed. Attention to random keys is nearly flat, and a threshold would read all of it: time fixed
 budgets this way, and thresholds on a real `--model` with `--computed` prompts. Each side is an engine in a process of
-its own that goes through all cases, shortest first; one that fails or runs out of time leaves what it had. Ratios are
-to the baseline and to `fixed` (top-k by Quest's bounds, a part of the pool for each layer, no host), from one run.
+its own that goes through all cases, shortest first. A side that fails or runs out of time leaves the rounds it had.
+Ratios are to the baseline and to `fixed` (top-k by Quest's bounds, a part of the pool for each layer, no host), from
+one run.
 
 `offload` is vLLM's own way with contexts that do not fit: the baseline's attention, `--device-gib` of KV on the device
-and the rest offloaded to host memory, from where a request's KV must come back as a whole before it runs. Requests that
-do not fit together run one after another then, so it is compared by the rate over a whole round, and goes through the
-cases of which a single request fits.
+and the rest offloaded to host memory. A request's KV must come back as a whole before the request runs. So requests
+that do not fit together run one after another, and `offload` is compared by the rate over a whole round. It gets only
+the cases of which a single request fits.
 
 On a machine without a GPU: `--device emulated --baseline CPU_ATTN --layers 2 --hidden 256 --device-gib 0.01`.
 """
@@ -57,9 +58,9 @@ TIERED = {"device_resident_share": 0, "device_ranking": "host"}
 RANKED = {"device_resident_share": 0, "device_ranking": "device"}
 LAUNCHED = "launched"
 SIDES: dict[str, dict[str, Any] | None] = {
-    BASELINE: None,  # of vLLM, everything on the device
-    OFFLOAD: None,  # of vLLM, what does not fit in host memory
-    # Ours as it is used: a request that fits is read by the device alone, and the device ranks the pages of others.
+    BASELINE: None,  # vLLM's, everything on the device
+    OFFLOAD: None,  # vLLM's, what does not fit in host memory
+    # Ours as in normal use: the device alone reads a request that fits, and ranks the pages of the others.
     "resident": {
         "policy": "topk",
         "topk_ratio": 0.05,
@@ -68,17 +69,17 @@ SIDES: dict[str, dict[str, Any] | None] = {
     },
     "ranked": {"policy": "topk", "topk_ratio": 0.05, **RANKED},
     "ranked_threshold": {"policy": "progressive", "threshold": 0.95, **RANKED},
-    # The same as `ranked`, every kernel launched from Python, and no step ahead of the one before it.
+    # As `ranked`, but every kernel is launched from Python, and no step is prepared during the one before it.
     LAUNCHED: {"policy": "topk", "topk_ratio": 0.05, **RANKED, "device_graphs": "off"},
-    # The sides below have all rows in two tiers, and the host chooses their pages.
+    # In the sides below all rows are two-tier rows, and the host chooses their pages.
     "dense": {"policy": "dense", **TIERED},
     FIXED: {"policy": "topk", "topk_ratio": 0.05, "summary": "minmax", "device_pool": "per_layer"},
     "topk": {"policy": "topk", "topk_ratio": 0.05, **TIERED},
     "static": {"policy": "topk", "topk_ratio": 0.05, "host_share": "uniform", **TIERED},  # split as HGCA splits
     "queue": {"policy": "topk", "topk_ratio": 0.05, "host_share": "queue", **TIERED},  # Fluxion's queue for both
-    # HGCA: the window on the device, what is salient on the host. Random keys make few tokens stand out.
+    # HGCA: the window on the device, salient tokens on the host. With random keys few tokens stand out.
     "hgca": {"policy": "hgca", "window_tokens": 2048},
-    # Fluxion with one budget for every head: which heads need how much cannot be learnt from random weights.
+    # Fluxion with one budget for every head: random weights cannot teach which heads need how much.
     "fluxion": {"policy": "fluxion", "host_share": "queue"},
     "threshold": {"policy": "progressive", "threshold": 0.95, **TIERED},
 }
@@ -88,25 +89,25 @@ DEVICE_SETTINGS = (
     "device_ranking",
     "device_graphs",
     "host_share",
-)  # of them, those that need a device
+)  # those that need a device
 QUICK_CONNECTOR = FILLING_CONNECTOR | {"kv_connector_module_path": "benchmarks.serving.quick_fill"}
-FLUXION_BUDGET = 0.05  # of the candidates, as the other sides read
+FLUXION_BUDGET = 0.05  # share of the candidates, as the other sides read
 DEFAULT_SIDES = (BASELINE, "resident", "ranked", FIXED, "topk", "queue")
 DEFAULT_CASES = "8Kx1,8Kx32,32Kx4,128Kx1,128Kx4"
 BF16_BYTES = 2
 OVERLAPPED_SHARE = 0.9  # of the GPU's memory, for all sides
 PROFILED_TOKENS = 6
-_SPARE = 1.15  # summaries and blocks begun, of the KV bytes
-_SPARE_TOKENS = 256  # blocks begun, and one that vLLM keeps to itself
+_SPARE = 1.15  # factor on the KV bytes, for summaries and partly filled blocks
+_SPARE_TOKENS = 256  # for partly filled blocks, and one that vLLM keeps to itself
 
 
 def pool_pages(shape: KVShape, device_gib: float) -> int:
-    """Page slots (K and V of 16 tokens of a KV head, BF16) that so much device memory holds."""
+    """Page slots (K and V of 16 tokens of a KV head, BF16) that this much device memory holds."""
     return int(device_gib * 2**30) // (2 * PAGE_TOKENS * shape.head_dim * BF16_BYTES)
 
 
 def fitting(options: argparse.Namespace, cases: Sequence[Case]) -> list[Case]:
-    """The cases of which a single request fits `--device-gib`. Raises ValueError where there are none."""
+    """The cases of which a single request fits `--device-gib`. Raises ValueError if there are none."""
     tokens = int(options.device_gib * 2**30) // read_shape(options.folder).token_bytes(BF16_BYTES)
     found = [case for case in cases if longest_tokens(options, [case]) + _SPARE_TOKENS <= tokens]
     if not found:
@@ -115,12 +116,12 @@ def fitting(options: argparse.Namespace, cases: Sequence[Case]) -> list[Case]:
 
 
 def longest_tokens(options: argparse.Namespace, cases: Sequence[Case]) -> int:
-    """What a request may come to."""
+    """The length that a request may reach."""
     return max(case.context_tokens for case in cases) + options.tokens + 2 * WARM_UP_TOKENS
 
 
 def engine_arguments(options: argparse.Namespace, cases: Sequence[Case]) -> Json:
-    """What all sides are started with."""
+    """The arguments that all sides start with."""
     longest = longest_tokens(options, cases)
     room = max((case.context_tokens + options.tokens + 1024) * case.requests for case in cases)
     token_bytes = read_shape(options.folder).token_bytes(BF16_BYTES)
@@ -133,7 +134,7 @@ def engine_arguments(options: argparse.Namespace, cases: Sequence[Case]) -> Json
         "hf_overrides": {"max_position_embeddings": longest},
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
-        "disable_log_stats": False,  # the counters of our backend are taken from them
+        "disable_log_stats": False,  # our backend's counters are taken from them
         "enable_flashinfer_autotune": False,
         "seed": 0,
     }
@@ -147,7 +148,7 @@ def engine_arguments(options: argparse.Namespace, cases: Sequence[Case]) -> Json
 
 
 def offload_arguments(options: argparse.Namespace, common: Json) -> Json:
-    """vLLM's offloading, of as much host memory as the others' KV caches have, before the connector that fills."""
+    """vLLM's offloading to as much host memory as the others' KV caches have; the filling connector comes after it."""
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -166,9 +167,9 @@ def offload_arguments(options: argparse.Namespace, common: Json) -> Json:
 
 
 def side_arguments(side: str, options: argparse.Namespace, common: Json) -> Json:
-    """What one side adds: vLLM's backend, or ours with a pool of `--device-gib`.
+    """The arguments that one side adds: vLLM's backend, or ours with a pool of `--device-gib`.
 
-    common   of all sides, `engine_arguments`
+    common   the arguments of all sides, from `engine_arguments`
     """
     settings = SIDES[side]
     if side == OFFLOAD:
@@ -190,7 +191,7 @@ def side_arguments(side: str, options: argparse.Namespace, common: Json) -> Json
 
 
 def write_config(folder: Path, layers: int, hidden: int) -> None:
-    """Write the configuration of a Llama with the heads of Llama-3.1-8B; its weights are made up by vLLM."""
+    """Write the configuration of a Llama with the heads of Llama-3.1-8B; vLLM makes up its weights."""
     from transformers import LlamaConfig  # noqa: PLC0415  (seconds to import)
 
     LlamaConfig(
@@ -246,7 +247,7 @@ def append(out: Path, row: Json) -> None:
 
 
 def traced(folder: Path) -> Json:
-    """What a trace says of the GPU's time; nothing where it has none of it, as on a machine without one."""
+    """What a trace says about the GPU's time; empty if it says nothing, as on a machine without a GPU."""
     for path in folder.glob("*.json.gz"):
         with contextlib.suppress(ValueError):
             found = busy(read_events(path))
@@ -256,9 +257,9 @@ def traced(folder: Path) -> Json:
 
 @contextmanager
 def alone(turn: Path | None) -> Iterator[None]:
-    """Let no other side of the run compute meanwhile.
+    """Keep all other sides of the run from computing meanwhile.
 
-    turn   a file that all sides lock in turn; None where there is only one side at a time
+    turn   a file that all sides lock in turn; None if there is only one side at a time
     """
     if turn is None:
         yield
@@ -271,9 +272,9 @@ def alone(turn: Path | None) -> Iterator[None]:
 def time_round(engine: Any, case: Case, tokens: int, name: str, *, apart: bool) -> dict[str, float]:
     """Answer the requests of a case.
 
-    apart     whether they may run one after another; else they must run side by side
-    returns   step_ms, the mean time between a request's tokens, and tokens_per_s of all, both while all of them decode
-              and left out where they never do; round_tokens_per_s, over the whole round
+    apart     whether they may run one after another; otherwise they must run side by side
+    returns   step_ms, the mean time between a request's tokens, and tokens_per_s of all requests, both while all of
+              them decode, and left out if they never do; round_tokens_per_s, over the whole round
     """
     from vllm import SamplingParams  # noqa: PLC0415
 
@@ -337,7 +338,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_side(side: str, given: Sequence[str], options: argparse.Namespace, out: Path) -> tuple[list[Json], str]:
-    """Time one side in a process of its own: the rounds that it came to, and how it ended."""
+    """Time one side in a process of its own; return the rounds that it finished, and how it ended."""
     rows = out / f"{side}.jsonl"
     command = [sys.executable, "-m", "benchmarks.gpu_timing", *given, "--run-side", side, "--rows", str(rows)]
     command += ["--folder", str(options.folder)]
@@ -353,7 +354,7 @@ def run_side(side: str, given: Sequence[str], options: argparse.Namespace, out: 
 
 
 def run_sides(given: Sequence[str], options: argparse.Namespace, out: Path) -> Iterator[tuple[str, list[Json], str]]:
-    """All sides as they end, with what `run_side` returns of each: one after another, or, with --overlap, at once."""
+    """Each side as it ends, with what `run_side` returns; sides run one after another or, with --overlap, at once."""
     sides = options.sides.split(",")
     with stage_threads(len(sides) if options.overlap else 1) as starts:
         ends = {starts.submit(run_side, side, given, options, out): side for side in sides}
@@ -362,10 +363,10 @@ def run_sides(given: Sequence[str], options: argparse.Namespace, out: Path) -> I
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Time all sides, print the table after each, keep the result; 1 where one did not come to its end."""
+    """Time all sides, print the table after each, keep the result; return 1 if one did not finish."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse_arguments(given)
-    stop_servers_when_terminated()  # and sides, each in a group of its own
+    stop_servers_when_terminated()  # and sides, each in its own process group
     if options.run_side:
         serve_side(options.run_side, options, options.parsed, options.rows)
         return 0

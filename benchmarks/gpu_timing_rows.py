@@ -29,7 +29,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As `parse_case` takes it."""
+        """The name that `parse_case` takes."""
         return f"{self.context_tokens // 1024}Kx{self.requests}"
 
 
@@ -42,9 +42,9 @@ def parse_case(name: str) -> Case:
 
 
 def together(came: Sequence[Sequence[tuple[float, int]]]) -> dict[str, float]:
-    """Figures of the time in which every request decodes, its first tokens left out.
+    """Figures of the time in which all requests decode, without each one's first tokens.
 
-    came   for each request when (s) it had how many tokens
+    came   for each request, pairs of a time (s) and the number of tokens it had by then
     """
     begin_s = max(next(at_s for at_s, count in one if count >= WARM_UP_TOKENS) for one in came)
     end_s = min(one[-1][0] for one in came)
@@ -64,15 +64,15 @@ def whole_round(came: Sequence[Sequence[tuple[float, int]]], began_s: float) -> 
 
 
 def counters(exposition: str) -> dict[str, float]:
-    """Sums of the counters that are looked at, from Prometheus's text; absent ones are left out."""
+    """Sums of the counters in `_COUNTED`, from Prometheus's text; absent ones are left out."""
     found = {name: total(exposition, f"vllm_hybrid_sparse_{name}_total") for name in _COUNTED}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def differences(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Shares of one round: of the KV bytes read, of wanted pages found in the pool, of the step the device was idle.
+    """Shares in one round: KV bytes read, wanted pages found in the pool, step time in which the device was idle.
 
-    Raises RuntimeError where loads failed: the host computed what the device should have, and times are the host's.
+    Raises RuntimeError if loads failed: then the host computed what the device should have, and times are the host's.
     """
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     if failed := grown.get("device_failed_loads"):
@@ -88,7 +88,7 @@ def differences(before: Mapping[str, float], after: Mapping[str, float]) -> dict
 
 
 def summarise(rounds: Sequence[Json]) -> list[Json]:
-    """A row a case and side, medians of its rounds but the first, with ratios to `baseline`, `fixed` and `offload`."""
+    """A row per case and side: medians of all rounds but the first; ratios to `baseline`, `fixed` and `offload`."""
     groups: dict[tuple[str, str], list[Json]] = {}
     traced: dict[tuple[str, str], Json] = {}
     for row in rounds:

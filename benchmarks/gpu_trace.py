@@ -1,10 +1,10 @@
-"""What a GPU did in the decode steps of a trace that torch's profiler wrote: how long it stood idle, and its kernels.
+"""What a GPU did in the decode steps of a trace by torch's profiler: how long it was idle, and its kernels.
 
     python -m benchmarks.gpu_trace TRACE.json[.gz] [--kernels 20]
 
-The steps are those that vLLM marks as decoding the most requests and computing no prompt. Idle is what no kernel, copy
-or fill covers, between the first such step's beginning on the GPU and the last one's end; profiling slows the host,
-so it is an upper limit of what a step without it has.
+The steps are those that vLLM marks as decoding the most requests and computing no prompt. The GPU is idle when no
+kernel, copy or fill runs, between the beginning of the first such step on the GPU and the end of the last. Profiling
+slows the host, so this is an upper limit of the idle time without it.
 """
 
 import argparse
@@ -26,12 +26,12 @@ Event = dict[str, Any]
 
 
 class Busy(NamedTuple):
-    """What the GPU did in some steps that follow one another."""
+    """What the GPU did in some consecutive steps."""
 
     steps: int
-    step_us: float  # from one's beginning to the next one's, the mean
+    step_us: float  # mean, from the beginning of one to that of the next
     idle: float  # share of the time
-    kernels: dict[str, tuple[int, float]]  # by name: how often, and microseconds, of all steps
+    kernels: dict[str, tuple[int, float]]  # by name: how often, and microseconds, over all steps
 
 
 def read_events(path: Path) -> list[Event]:
@@ -42,7 +42,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def decode_steps(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """Begin and end of each decode step on the GPU, in microseconds. ValueError where there are fewer than two."""
+    """Begin and end of each decode step on the GPU, in microseconds. ValueError if there are fewer than two."""
     by_rows: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "gpu_user_annotation" and (found := _STEP.match(event["name"])):
@@ -54,7 +54,7 @@ def decode_steps(events: Sequence[Event]) -> list[tuple[float, float]]:
 
 
 def busy(events: Sequence[Event]) -> Busy:
-    """How the GPU's time in the decode steps was spent. ValueError as of `decode_steps`."""
+    """How the GPU spent its time in the decode steps. ValueError as from `decode_steps`."""
     steps = decode_steps(events)
     begin, end = steps[0][0], max(last for _, last in steps)
     spans, kernels = [], defaultdict(lambda: (0, 0.0))

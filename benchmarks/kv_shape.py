@@ -1,4 +1,4 @@
-"""What the size of a model's KV cache follows from."""
+"""The shape of a model that decides the size of its KV cache."""
 
 import json
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Of a model, what its KV cache depends on."""
+    """The numbers of a model that its KV cache depends on."""
 
     layers: int
     kv_heads: int
     head_dim: int
 
     def token_bytes(self, element_bytes: int) -> int:
-        """K and V of a token in all layers, without summaries."""
+        """Bytes of a token's K and V in all layers, without summaries."""
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
 
 

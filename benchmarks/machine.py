@@ -1,4 +1,4 @@
-"""What every result file says of where and from what it was measured."""
+"""What every result file says about the machine and the code that were measured."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def commit() -> str:
-    """Return the short commit id, `+changes` where the working tree differs from it; `unknown` outside git."""
+    """Return the short commit id, `+changes` if the working tree differs from it; `unknown` outside git."""
     try:
         name = _git("rev-parse", "--short", "HEAD")
         return f"{name}+changes" if _git("status", "--porcelain", "--untracked-files=no") else name
@@ -35,13 +35,13 @@ def _from_proc(path: str, key: str) -> str:
 
 
 def without_places(argument: str) -> str:
-    """A command-line argument with every absolute path in it cut to its last name: results hold no places."""
+    """A command-line argument with every absolute path in it cut to its last name: results hold no paths."""
     return re.sub(r"(^|(?<=[=,]))/[^,]*/(?=[^/,]+)", "", argument)
 
 
 @cache
 def provenance() -> dict[str, object]:
-    """Return commit, machine, command, time and load at the first call, ready for JSON; not to be changed."""
+    """Return commit, machine, command, time and load at the first call, ready for JSON; callers must not change it."""
     return {
         "commit": commit(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

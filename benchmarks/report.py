@@ -10,11 +10,11 @@ from benchmarks.machine import provenance
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-provenance()  # as it is when the program begins, before it loads the machine itself
+provenance()  # taken when the program begins, before the program itself loads the machine
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the 20th, 50th and 80th percentile and the number of values; NaN where there is none."""
+    """Return the 20th, 50th and 80th percentile and the number of values; NaN if there is none."""
     if not values:
         return {"p20": float("nan"), "p50": float("nan"), "p80": float("nan"), "values": 0}
     if len(values) == 1:
@@ -36,7 +36,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def save(name: str, content: dict[str, object], path: Path | None = None) -> Path:
     """Write `content` with its provenance to a new JSON file in `benchmarks/results/` and return the path.
 
-    path   what an earlier call of the same measurement returned: it is written anew
+    path   what an earlier call of the same measurement returned: that file is rewritten
     """
     RESULTS.mkdir(exist_ok=True)
     path = path or RESULTS / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"

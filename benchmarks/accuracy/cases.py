@@ -20,13 +20,13 @@ class Case:
     document: Path | None = None
 
     def prompt(self, maker: PromptMaker, options: argparse.Namespace) -> Prompt:
-        """Make it."""
+        """Make the prompt."""
         if self.document:
             return maker.document(self.document, self.tokens, self.sample, options.document_answer_tokens)
         return maker.ruler(self.task, self.tokens, self.sample, prose_or_text(options.text), options.seed)
 
     def identity(self, options: argparse.Namespace) -> dict[str, object]:
-        """All that a row of this case depends on but its selection and the commit."""
+        """All that a row of this case depends on, except its selection and the commit."""
         own: dict[str, object] = (
             {"new_tokens": options.document_answer_tokens}
             if self.document
@@ -62,7 +62,7 @@ def cases_of(options: argparse.Namespace, model_tokens: int) -> list[Case]:
 
 
 def add_options(parser: argparse.ArgumentParser, *, dtype: str, selections: str) -> None:
-    """Add what says which prompts are asked, of which model, and where rows are kept; the others are defaults."""
+    """Add the options for prompts, model and row file; `dtype` and `selections` are defaults."""
     parser.add_argument("--model", default=None, type=Path, help="instead of SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", default=dtype, choices=DTYPES, help="%(default)s unless given")
     parser.add_argument("--format", default="chat", choices=FORMATS, help="the model's chat template or plain text")

@@ -1,6 +1,6 @@
 """Questions about long documents: L-Eval's JSONL files, named by path.
 
-A line has `input` (the document), `instructions` and `outputs` (what is asked of it, and a reference for each).
+A line has `input` (the document), `instructions` (what is asked about it) and `outputs` (a reference for each).
 """
 
 import json
@@ -25,7 +25,8 @@ class DocumentQuestion:
 def read_questions(path: Path) -> list[DocumentQuestion]:
     """The first instruction of every document, then the second of each that has one, and so on.
 
-    Many documents come before many questions about one; later instructions may be turns of a conversation.
+    In this order many documents come before many questions about one, and later instructions may be turns of a
+    conversation.
     """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     missing = [number for number, line in enumerate(lines, 1) if not {"input", "instructions", "outputs"} <= set(line)]
@@ -47,7 +48,7 @@ def cut_in_the_middle(
     encode: Callable[[str], Sequence[int]],
     decode: Callable[[Sequence[int]], str],
 ) -> tuple[str, int]:
-    """The document and 0 where it has at most `tokens` tokens; else its two ends of about half each, `CUT_MARK`
+    """The document and 0 if it has at most `tokens` tokens; else its two ends, about half each, with `CUT_MARK`
     between them, and the number of tokens left out.
     """
     ids = list(encode(document))

@@ -1,7 +1,7 @@
 """Fluxion's strongest baseline, fixed (blk, bgt): every head reads the same share of the host segment (its section 8).
 
-It is policy `fluxion` with a predictor that says so of every head, so blocks are ranked, shared within a group and read
-by the shipped kernels.
+It is policy `fluxion` with a predictor that says so for every head, so the shipped kernels rank the blocks, share them
+within a group and read them.
 """
 
 from collections.abc import Mapping
@@ -39,9 +39,9 @@ def write_fixed_predictor(
 
 
 def with_fixed_predictor(settings: Mapping[str, Any], budget: float, model: Path, path: Path) -> dict[str, Any]:
-    """The settings of a server, with a predictor of this budget, written to `path`, where their policy needs one.
+    """The settings of a server; if their policy needs a predictor, with one of this budget, written to `path`.
 
-    model   folder of the model, of which its configuration is read
+    model   folder of the model; only its configuration is read
     """
     config = HybridSparseConfig.from_mapping(settings)
     if config.prediction is None:

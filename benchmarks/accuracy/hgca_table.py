@@ -1,9 +1,9 @@
-"""HGCA's table 1 from rows of `perplexity`: perplexity by β and by the share of the KV cache in the dense window.
+"""HGCA's table 1 from rows of `perplexity`: perplexity by β and by the dense window's share of the KV cache.
 
     python -m benchmarks.accuracy.perplexity --text PATH --selections hgca --out rows.jsonl
     python -m benchmarks.accuracy.hgca_table rows.jsonl
 
-Beside each perplexity stand the KV bytes that a decode step read, dense window and packed copies together.
+Each perplexity comes with the KV bytes that a decode step read, dense window and packed copies together.
 """
 
 import argparse
@@ -12,20 +12,21 @@ from pathlib import Path
 
 from benchmarks.accuracy.plots import Summary, load
 from benchmarks.accuracy.selections import FULL, HGCA_BETAS, HGCA_SHARES, HGCA_TOKENS, hgca_name
-from benchmarks.accuracy.summaries import PERPLEXITY
+from benchmarks.accuracy.summaries import PERPLEXITY, groups_of
 from benchmarks.report import markdown_table
 
 
 def table(summaries: Sequence[Summary]) -> str:
     """The table as Markdown; cells that were not measured are empty.
 
-    raises   ValueError where full attention was not measured
+    raises   ValueError if full attention was not measured, or rows were measured with different settings
     """
-    rows = {
-        row["selection"]: row
-        for row in summaries
-        if (row["measure"], row["tokens"]) == (PERPLEXITY, HGCA_TOKENS) and PERPLEXITY in row
-    }
+    measured = [row for row in summaries if (row["measure"], row["tokens"]) == (PERPLEXITY, HGCA_TOKENS)]
+    groups = groups_of([row for row in measured if PERPLEXITY in row])
+    if len(groups) > 1:
+        apart = "; ".join(", ".join(setting) or "neither" for _, _, *setting in groups)
+        raise ValueError(f"the rows were measured with different settings: {apart}; give those of one")
+    rows = {row["selection"]: row for group in groups.values() for row in group}
     if FULL not in rows:
         raise ValueError(f"selection={FULL}: must be among the rows, it is the baseline")
     full = rows[FULL][PERPLEXITY]

@@ -46,7 +46,7 @@ def oracle_order(candidates: Tensor) -> Tensor:
 
 
 def oracle_pages(candidates: Tensor, retained: Tensor, promise: float) -> Tensor:
-    """Pages that an oracle reads for every head of a group to keep `promise`; all where that is not enough.
+    """Pages that an oracle reads for every head of a group to keep `promise`; all if that is not enough.
 
     candidates   [..., group, pages]   true shares of the candidate pages
     retained     [..., group]          true share of the retained set
@@ -61,7 +61,7 @@ def oracle_pages(candidates: Tensor, retained: Tensor, promise: float) -> Tensor
 def row_weights(steps: Sequence[DecodeStep]) -> Tensor:
     """The true attention weights of rows that follow one another in one layer.
 
-    returns   [kv_heads, rows, group, tokens] f32 over the last row's tokens, 0 where a row does not see them
+    returns   [kv_heads, rows, group, tokens] f32 over the last row's tokens, 0 for those that a row does not see
     """
     last = steps[-1]
     kv_heads, tokens, head_dim = last.keys.shape
@@ -74,10 +74,10 @@ def row_weights(steps: Sequence[DecodeStep]) -> Tensor:
 
 
 def output_error(steps: Sequence[DecodeStep], weights: Tensor) -> Tensor:
-    """Deviation from full attention's output, by the longest such output of the layer and step (Fluxion, equation 2).
+    """Deviation from full attention's output, relative to the layer's longest in that step (Fluxion, equation 2).
 
     weights   [kv_heads, rows, group, tokens]   the true ones
-    returns   [kv_heads, rows, group] f32; 0 where every output is zero
+    returns   [kv_heads, rows, group] f32; 0 if every output is zero
     """
     true = (weights.flatten(1, 2) @ steps[-1].values.float()).view(*weights.shape[:3], -1)
     given = torch.stack([step.output.float().view(true.shape[0], *true.shape[2:]) for step in steps], dim=1)
@@ -88,12 +88,12 @@ def output_error(steps: Sequence[DecodeStep], weights: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class KeptMass:
-    """Records of decode rows, one for each layer, step and KV head; of its heads the one that kept least counts."""
+    """Records of decode rows, one per layer, step and KV head; the head of the group that kept least counts."""
 
     retained: RetainedSet
     promise: float
     kept: list[float] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)  # read of the candidates; of HGCA the packed ones
+    pages: list[int] = field(default_factory=list)  # candidate pages read; for HGCA the packed ones
     oracle: list[int] = field(default_factory=list)
     candidates: list[int] = field(default_factory=list)
     error: list[float] = field(default_factory=list)  # of the output, largest of the group's heads
@@ -130,7 +130,7 @@ class KeptMass:
         self.place += [(step.layer, head) for step in steps for head in range(kv_heads)]
 
     def summary(self) -> dict[str, float]:
-        """Means and shares over all records; pages as shares of the candidates. Empty where nothing was recorded."""
+        """Means and shares over all records; pages as shares of the candidates. Empty if nothing was recorded."""
         if not self.kept:
             return {}
         kept = np.array(self.kept)
@@ -166,8 +166,8 @@ class KeptMass:
         return {name: np.round(values, 5).tolist() for name, values in means.items()}
 
     def oracle_deciles(self) -> list[list[float]]:
-        """Pages that the oracle needs, as shares of the candidates: [layers][11], from the least to the most of all
-        steps and KV heads of a layer (PSA, figure 2). Empty where nothing was recorded, as of layers with a window.
+        """Pages that the oracle needs, as shares of the candidates: [layers][11], from the least to the most over all
+        steps and KV heads of a layer (PSA, figure 2). Empty if nothing was recorded, as for layers with a window.
         """
         if not self.place:
             return []

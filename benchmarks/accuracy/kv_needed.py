@@ -3,8 +3,8 @@
     python -m benchmarks.accuracy.tasks --selections psa --out rows.jsonl
     python -m benchmarks.accuracy.kv_needed FILE... --out DIR [--accuracy 0.98]
 
-Of every family the setting that reads least among those measured which reach the accuracy; nothing is interpolated.
-Rows of `perplexity` also tell how many pages an oracle needs for 0.95 of the weight, by layer: figure 2.
+For every family it takes the setting that reads least among the measured ones that reach the accuracy; nothing is
+interpolated. Rows of `perplexity` also tell how many pages an oracle needs for 0.95 of the weight, by layer: figure 2.
 """
 
 import argparse
@@ -20,9 +20,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.accuracy.plots import Summary, load, save_figures
+from benchmarks.accuracy.plots import Summary, load, save_figures, title_of
 from benchmarks.accuracy.selections import FULL, PROMISE, PSA_FAMILIES, Family
-from benchmarks.accuracy.summaries import PERPLEXITY
+from benchmarks.accuracy.summaries import PERPLEXITY, groups_of
 from benchmarks.report import markdown_table
 
 _ACCURACIES = {
@@ -38,14 +38,14 @@ class Point:
 
     selection: str
     accuracy: float
-    bytes_read: float  # share of the KV bytes, retained set and summaries included
+    bytes_read: float  # share of the KV bytes, including retained set and summaries
     pages_read: float  # share of the candidate pages
 
 
 def points(group: Sequence[Summary], family: Family, column: str) -> list[Point]:
-    """The family's settings among the summaries of one measure and length, those that read least first.
+    """The family's settings among the summaries of one measure and length, by what they read, least first.
 
-    raises   ValueError where full attention is not among them, or its own accuracy is 0
+    raises   ValueError if full attention is not among them, or its own accuracy is 0
     """
     rows = {row["selection"]: row for row in group if column in row}
     if FULL not in rows:
@@ -67,22 +67,14 @@ def points(group: Sequence[Summary], family: Family, column: str) -> list[Point]
 
 
 def least(found: Sequence[Point], accuracy: float) -> Point | None:
-    """The first that reaches the accuracy; None where none does."""
+    """The first that reaches the accuracy; None if none does."""
     return next((point for point in found if point.accuracy >= accuracy), None)
-
-
-def groups_of(summaries: Sequence[Summary]) -> dict[tuple[str, int], list[Summary]]:
-    """The summaries by measure and length."""
-    groups: dict[tuple[str, int], list[Summary]] = {}
-    for row in summaries:
-        groups.setdefault((row["measure"], row["tokens"]), []).append(row)
-    return groups
 
 
 def table(summaries: Sequence[Summary], accuracy: float) -> str:
     """What each family needs, as Markdown; "top-k ÷" is the KV of top-k with the same summaries over the family's."""
     lines = []
-    for (measure, tokens), group in groups_of(summaries).items():
+    for name, group in groups_of(summaries).items():
         for column, label in _ACCURACIES.items():
             if not any(column in row for row in group):
                 continue
@@ -98,7 +90,7 @@ def table(summaries: Sequence[Summary], accuracy: float) -> str:
                 need, other = least(found, accuracy), topk[family.summary]
                 lines.append(
                     (
-                        f"{measure}, {tokens}",
+                        ", ".join(name),
                         label,
                         f"{family.name}, {family.summary}",
                         *(
@@ -117,9 +109,9 @@ def table(summaries: Sequence[Summary], accuracy: float) -> str:
 
 
 def needed_figures(summaries: Sequence[Summary], accuracy: float) -> dict[str, Figure]:
-    """Of every measure and length: accuracy against KV bytes read, a line a family (figure 5)."""
+    """For every measure, length and setting: accuracy against KV bytes read, one line per family (figure 5)."""
     figures: dict[str, Figure] = {}
-    for (measure, tokens), group in groups_of(summaries).items():
+    for name, group in groups_of(summaries).items():
         columns = [column for column in _ACCURACIES if any(column in row for row in group)]
         if not any(points(group, family, column) for family in PSA_FAMILIES for column in columns):
             continue
@@ -141,17 +133,16 @@ def needed_figures(summaries: Sequence[Summary], accuracy: float) -> dict[str, F
             axes.set(xlabel="KV bytes read, % (summaries included)", ylabel=f"{_ACCURACIES[column]}, % of full")
             axes.grid(alpha=0.3)
         panels[0, 0].legend(fontsize=7)
-        figure.suptitle(f"{measure}, {tokens} tokens")
-        figures[f"kv-needed-{measure}-{tokens}"] = figure
+        figure.suptitle(title_of(name))
+        figures["-".join(("kv-needed", *name))] = figure
     return figures
 
 
 def oracle_figures(summaries: Sequence[Summary]) -> dict[str, Figure]:
-    """Of every length: how many of the steps an oracle serves with so many pages, a line a layer (figure 2)."""
+    """For every length and setting: how many steps an oracle serves with how many pages, one line per layer."""
     figures: dict[str, Figure] = {}
-    for row in summaries:
-        if row["selection"] != FULL or "oracle_deciles" not in row:
-            continue
+    full = [row for row in summaries if row["selection"] == FULL and "oracle_deciles" in row]
+    for name, (*_, row) in groups_of(full).items():
         figure, axes = plt.subplots(figsize=(5.5, 4), layout="constrained")
         layers, colour = row["oracle_deciles"], plt.colormaps["viridis"]
         for layer, deciles in enumerate(layers):
@@ -161,10 +152,10 @@ def oracle_figures(summaries: Sequence[Summary]) -> dict[str, Figure]:
         axes.set(
             xlabel=f"candidate pages that an oracle needs for {PROMISE} of the weight, %",
             ylabel="of the steps and KV heads of a layer, %",
-            title=f"{row['measure']}, {row['tokens']} tokens; dark: first layer, light: last",
+            title=f"{title_of(name)}; dark: first layer, light: last",
         )
         axes.grid(alpha=0.3)
-        figures[f"oracle-needs-{row['measure']}-{row['tokens']}"] = figure
+        figures["-".join(("oracle-needs", *name))] = figure
     return figures
 
 

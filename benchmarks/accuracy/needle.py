@@ -1,8 +1,8 @@
-"""Which needles in long texts each policy finds, beside stock vLLM: SmolLM2 through the HTTP server.
+"""Which needles in long texts each policy and stock vLLM find: SmolLM2 through the HTTP server.
 
     python -m benchmarks.accuracy.needle [--text PATH] [--policies stock,default,topk-minmax] [--lengths 1024,7680]
 
-Servers run one after another. Exits with 1 where the default settings miss a needle that stock vLLM finds.
+Servers run one after another. Exits with 1 if the default settings miss a needle that stock vLLM finds.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from vllm_hybrid_sparse.cli.kv_read import share_of_kv_read
 from vllm_hybrid_sparse.cli.server import Server
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 
-MODEL_TOKENS = 8192
+MODEL_TOKENS = 8192  # more if a prompt and its answer need it
 POLICIES: dict[str, dict[str, object] | None] = {
     "stock": None,
     "default": {},
@@ -85,7 +85,8 @@ def measure(
     log_path: Path,
 ) -> PolicyResult:
     """Serve stock vLLM (None) or ours with `settings`, ask everything and return what was found."""
-    args = [*serve_args(model, MODEL_TOKENS, MODEL_TOKENS + 1024, filled=False, dtype=dtype), "--enforce-eager"]
+    longest = max(MODEL_TOKENS, *(len(prompt.token_ids) + ANSWER_TOKENS for prompt in prompts))
+    args = [*serve_args(model, longest, longest + 1024, filled=False, dtype=dtype), "--enforce-eager"]
     if settings is not None:
         args += our_args(settings)
     with Server(model, args, thread_env("all"), log_path) as server:
@@ -124,7 +125,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Ask every policy, print the table, keep the result; return 1 where the default loses a needle to stock."""
+    """Ask every policy, print the table, keep the result; return 1 if the default loses a needle to stock."""
     options = parse_arguments()
     stop_servers_when_terminated()
     lengths = tuple(int(length) for length in options.lengths.split(","))

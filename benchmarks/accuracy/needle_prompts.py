@@ -1,4 +1,4 @@
-"""Needle-in-a-haystack prompts: one fact hidden in a long text, and a question whose answer is begun."""
+"""Needle-in-a-haystack prompts: one fact hidden in a long text, and a question with the answer begun."""
 
 import random
 from dataclasses import dataclass
@@ -13,8 +13,7 @@ CONTEXT_TOKENS = (1024, 2048, 4096, 7680)  # SmolLM2 holds 8192, answer included
 DEPTHS = (0.1, 0.3, 0.5, 0.65, 0.8, 0.95)
 ANSWER_TOKENS = 8
 _BUILDINGS = ("lighthouse", "museum", "library", "bakery", "observatory", "theatre", "hospital", "castle")
-_TEXT_WORDS = 20_000  # more tokens than the longest context
-_FILLER_SENTENCES = 1_000  # likewise
+_LEAST_SENTENCE_TOKENS = 12  # of generated prose, on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +25,17 @@ class NeedlePrompt:
     fact: Fact
 
 
-def _text(text_path: Path | None, seed: int) -> str:
-    """Return the text to hide in: the file at `text_path`, from a place chosen by `seed`, or generated prose."""
+def _text(text_path: Path | None, seed: int, tokens: int) -> str:
+    """Return text to hide the fact in, of at least `tokens` tokens if the file has that many.
+
+    It is the file at `text_path`, from a place chosen by `seed`, or generated prose.
+    """
     if text_path is None:
-        return " ".join(prose(_FILLER_SENTENCES, seed))
+        return " ".join(prose(tokens // _LEAST_SENTENCE_TOKENS + 1, seed))
     lines = text_path.read_text(encoding="utf-8").splitlines(keepends=True)
     start = random.Random(seed).randrange(len(lines))
     text = "".join(lines[start:] + lines[:start])
-    return " ".join(text.split(" ")[:_TEXT_WORDS])
+    return " ".join(text.split(" ")[:tokens])  # a word is a token or more
 
 
 def make_needle_prompt(
@@ -45,8 +47,8 @@ def make_needle_prompt(
 
     fact_ids = tokenizer.encode(f"\n\n{fact.sentence}\n\n", add_special_tokens=False).ids
     question_ids = tokenizer.encode(fact.question, add_special_tokens=False).ids
-    text_ids = tokenizer.encode(_text(text_path, rng.randrange(2**31)), add_special_tokens=False).ids
-    begin_ids = tokenizer.encode("").ids  # what the tokenizer puts before every sequence
+    text_ids = tokenizer.encode(_text(text_path, rng.randrange(2**31), context_tokens), add_special_tokens=False).ids
+    begin_ids = tokenizer.encode("").ids  # tokens that the tokenizer puts before every sequence
     text_tokens = context_tokens - len(begin_ids) - len(fact_ids) - len(question_ids)
     if text_tokens > len(text_ids):
         raise ValueError(f"context_tokens={context_tokens}: the text has only {len(text_ids)} tokens")

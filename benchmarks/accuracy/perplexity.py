@@ -3,9 +3,9 @@
     python -m benchmarks.accuracy.perplexity --text PATH [--model PATH] [--windows 8] [--selections full,codes2-5%]
 
 The shipped kernels run inside Transformers (`vllm_hybrid_sparse.hf`); `oracle` and `random` selections run
-on the reference in plain torch. Each window is prefilled densely, once for all selections, then its last tokens are
-decoded one after another, the true one fed whatever the model says: all are known, so each layer decodes them in one
-call (`row_by_row`). With `--out FILE` rows that it holds are kept and only the rest is run.
+on the reference in plain torch. Each window is prefilled densely, once for all selections. Then its last tokens are
+decoded one after another, and the true token is fed whatever the model says. All tokens are known, so each layer
+decodes them in one call (`row_by_row`). With `--out FILE`, rows that FILE holds are kept and only the rest is run.
 """
 
 import argparse
@@ -32,7 +32,7 @@ KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 def run_window(prefill: Prefill, selection: str, decoded: torch.Tensor) -> dict[str, object]:
     """Decode the last tokens of a window; return their mean loss and what was kept and read.
 
-    prefill   of all before `decoded`
+    prefill   of everything before `decoded`
     decoded   [tokens] int64
     """
     record = KeptMass(retained_of(selection), PROMISE)
@@ -56,7 +56,7 @@ def run_window(prefill: Prefill, selection: str, decoded: torch.Tensor) -> dict[
 
 
 def run(model: PreTrainedModel, windows: list[torch.Tensor], rows: RowFile, options: argparse.Namespace) -> list[Row]:
-    """Every window's row by every selection, those that are missing measured."""
+    """Every window's row for every selection; missing ones are measured."""
     done = []
     for index, window in enumerate(tqdm(windows, unit="window")):
         prefill: Prefill | None = None
@@ -131,11 +131,11 @@ def main() -> None:
 
 
 def split_windows(token_ids: torch.Tensor, begin: int | None, tokens: int) -> list[torch.Tensor]:
-    """Whole windows that follow one another, each beginning with `begin` if the text does.
+    """Whole consecutive windows, each beginning with `begin` if the text does.
 
     token_ids   [tokens of the text] int64, as the tokenizer gives them
     begin       the tokenizer's token for the beginning of a sequence; None: it has none
-    tokens      of a window
+    tokens      length of a window
     """
     first = token_ids[:1] if begin is not None and token_ids[0] == begin else token_ids[:0]
     text = token_ids[len(first) :].split(tokens - len(first))
@@ -143,7 +143,7 @@ def split_windows(token_ids: torch.Tensor, begin: int | None, tokens: int) -> li
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    """The rows as Markdown, perplexity beside full attention's where that was run."""
+    """The rows as Markdown; perplexity with its difference from full attention's, if that was run."""
     full = rows.get("full", {}).get("perplexity")
     lines = []
     for name, row in rows.items():

@@ -2,7 +2,8 @@
 
     python -m benchmarks.accuracy.plots FILE... --out DIR
 
-Accuracy against KV bytes read, kept mass by layer and KV head, and maps of the pages read; a figure of each a length.
+Accuracy against KV bytes read, kept mass by layer and KV head, and maps of the pages read: one figure of each per
+length. What was measured with another model, text or other setting gets figures of its own.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.accuracy.rows import read_rows, row_key
 from benchmarks.accuracy.selections import FULL
-from benchmarks.accuracy.summaries import PERPLEXITY, summarise
+from benchmarks.accuracy.summaries import PERPLEXITY, groups_of, setting_of, summarise
 
 _OF_FULL = "perplexity of full attention's"
 _CYCLE = 10  # colours of matplotlib's own cycle
@@ -34,15 +35,15 @@ Curve = list[tuple[str, float, float, str]]
 
 
 def load(paths: Sequence[Path]) -> list[Summary]:
-    """Summaries of all files; rows of single prompts or windows (`.jsonl`) are summed up, all files' together.
+    """Summaries of all files; rows of single prompts or windows (`.jsonl`) are summed up over all files together.
 
-    Of perplexity's results (`.json`) that have the same selection at one length, the last one named counts.
+    If several of perplexity's results (`.json`) have the same selection, length and setting, the last one named counts.
 
-    raises   ValueError where two files have a row of the same prompt and selection: it would count twice
+    raises   ValueError if two files have a row of the same prompt and selection: it would count twice
     """
     summaries: list[Summary] = []
     singles: list[Any] = []
-    held: dict[str, str] = {}  # by identity, the file
+    held: dict[str, str] = {}  # the file by identity
     for path in paths:
         if path.suffix == ".jsonl":
             of_file = {row_key(row["identity"]): row for row in read_rows(path)}
@@ -53,26 +54,29 @@ def load(paths: Sequence[Path]) -> list[Summary]:
             continue
         content = json.loads(path.read_text(encoding="utf-8"))
         rows = content["rows"]
-        if isinstance(rows, dict):  # perplexity, by selection; earlier results say no more of a row than its name
-            tokens = int(content["size"].split("-")[0])
-            known = {"measure": PERPLEXITY, "tokens": tokens, "runs_on": "shipped"}
+        if isinstance(rows, dict):  # perplexity, by selection; earlier results give only the name of a row
+            tokens, decoded = map(int, content["size"].split("-"))
+            settings = {"decoded": decoded} | ({"text": content["text"]} if "text" in content else {})
+            if content.get("kv_cache_dtype", "auto") != "auto":
+                settings["kv_cache_dtype"] = content["kv_cache_dtype"]
+            known = {"measure": PERPLEXITY, "tokens": tokens, "runs_on": "shipped", "settings": settings}
             rows = [known | {"selection": name} | row for name, row in rows.items()]
-            if FULL in content["rows"]:  # of the same run, which later versions of the kernels may round otherwise
+            if FULL in content["rows"]:  # of the same run: later kernels may round otherwise
                 rows = [row | {_OF_FULL: row[PERPLEXITY] / content["rows"][FULL][PERPLEXITY]} for row in rows]
-            made = {(row["selection"], row["tokens"]) for row in rows}
-            summaries = [
-                row
-                for row in summaries
-                if row["measure"] != PERPLEXITY or (row["selection"], row["tokens"]) not in made
-            ]
+            made = [_place_of(row) for row in rows]
+            summaries = [row for row in summaries if _place_of(row) not in made]
         summaries += rows
     return summaries + summarise(singles)
+
+
+def _place_of(row: Summary) -> tuple[object, ...]:
+    return row["measure"], row["tokens"], row["selection"], setting_of(row)
 
 
 def curve(summaries: Sequence[Summary], column: str) -> Curve:
     """Points of one measure and length; perplexity as a ratio to full attention's, which must be among them.
 
-    Full attention's of the same file counts where it has one, else that of the last file with one.
+    It is full attention's of the same file if that has one, else of the last file with one.
     """
     points = []
     scale = 1.0
@@ -89,9 +93,9 @@ def curve(summaries: Sequence[Summary], column: str) -> Curve:
 
 
 def family_of(selection: str) -> tuple[str, str]:
-    """A selection's family and what tells it from others of it, as the plots name them.
+    """A selection's family and its name within the family, as the plots show them.
 
-    `codes2-5%` is of "codes2, top-k", `codes2-0.95` of "codes2, threshold", `full` a family by itself.
+    `codes2-5%` belongs to "codes2, top-k", `codes2-0.95` to "codes2, threshold"; `full` is a family by itself.
     """
     family, _, parameter = selection.rpartition("-")
     if not family:
@@ -101,7 +105,7 @@ def family_of(selection: str) -> tuple[str, str]:
 
 
 def draw_curve(axes: Axes, points: Curve, label: str) -> None:
-    """What was reached against the KV bytes read, a line a family: hollow where the reference ran."""
+    """Draw what was reached against the KV bytes read, one line per family; hollow markers: the reference ran."""
     families: dict[str, Curve] = {}
     for point in points:
         families.setdefault(family_of(point[0])[0], []).append(point)
@@ -132,10 +136,10 @@ def draw_curve(axes: Axes, points: Curve, label: str) -> None:
 
 
 def accuracy_figures(summaries: Sequence[Summary]) -> dict[str, Figure]:
-    """A figure for each measure and length: perplexity, or score and agreement, against KV bytes read."""
+    """A figure for each measure, length and setting: perplexity, or score and agreement, against KV bytes read."""
     figures: dict[str, Figure] = {}
-    for measure, tokens in dict.fromkeys((row["measure"], row["tokens"]) for row in summaries):
-        group = [row for row in summaries if (row["measure"], row["tokens"]) == (measure, tokens)]
+    for name, group in groups_of(summaries).items():
+        measure = name[0]
         columns = {PERPLEXITY: "perplexity above full attention's, % (linear below 1 %)"}
         if measure != PERPLEXITY:
             columns = {"score": "mean score, 0 to 1", "top1_agreement": "top-1 agreement with full attention's answer"}
@@ -153,20 +157,16 @@ def accuracy_figures(summaries: Sequence[Summary]) -> dict[str, Figure]:
                 ticks = [tick for tick in _EXCESS_TICKS if low <= tick <= high]
                 axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         panels[0, -1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-        figure.suptitle(f"{measure}, {tokens} tokens")
-        figures[f"accuracy-{measure}-{tokens}"] = figure
+        figure.suptitle(title_of(name))
+        figures["-".join(("accuracy", *name))] = figure
     return figures
 
 
 def head_figures(summaries: Sequence[Summary]) -> dict[str, Figure]:
-    """Of each measure and length: kept mass by layer with a point a KV head, and maps of pages read."""
+    """For each measure, length and setting: kept mass by layer, one point per KV head, and maps of pages read."""
     figures: dict[str, Figure] = {}
-    for measure, tokens in dict.fromkeys((row["measure"], row["tokens"]) for row in summaries):
-        group = [
-            row
-            for row in summaries
-            if (row["measure"], row["tokens"]) == (measure, tokens) and "by_head" in row and row["selection"] != FULL
-        ]
+    for name, members in groups_of(summaries).items():
+        group = [row for row in members if "by_head" in row and row["selection"] != FULL]
         if not group:
             continue
         kept, panels = plt.subplots(
@@ -189,9 +189,15 @@ def head_figures(summaries: Sequence[Summary]) -> dict[str, Figure]:
             axes.set_xlabel("KV head")
         panels[0, 0].set_ylabel("layer")
         maps.colorbar(image, ax=list(panels[0]), label="share of the candidate pages read")
-        kept.suptitle(f"{measure}, {tokens} tokens")
-        figures |= {f"kept-mass-{measure}-{tokens}": kept, f"pages-read-{measure}-{tokens}": maps}
+        kept.suptitle(title_of(name))
+        figures |= {"-".join(("kept-mass", *name)): kept, "-".join(("pages-read", *name)): maps}
     return figures
+
+
+def title_of(name: tuple[str, ...]) -> str:
+    """The title of the figures of a group from `groups_of`."""
+    measure, tokens, *setting = name
+    return ", ".join((measure, f"{tokens} tokens", *setting))
 
 
 def save_figures(figures: dict[str, Figure], folder: Path) -> list[Path]:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.accuracy.predictor_texts DATA --out TEXTS
 
-DATA holds wikitext2-valid.txt and L-Eval's tasks as leval-*.jsonl. What comes before the cuts is for measuring: the
-first 32768 tokens of WikiText-2, the first documents of each task. `hybrid-sparse calibrate` makes the predictor of
-these files by the command in its metadata.
+DATA holds wikitext2-valid.txt and L-Eval's tasks as leval-*.jsonl. The beginnings are left for measuring: the first
+32768 tokens of WikiText-2, the first documents of each task. `hybrid-sparse calibrate` makes the predictor from these
+files with the command in its metadata.
 """
 
 import argparse
@@ -29,13 +29,13 @@ FILE_CHARACTERS = 160_000
 
 
 def later_documents(path: Path, first: int) -> str:
-    """The documents from the `first` on, each once, cut to what is trained on."""
+    """The documents from number `first` on, each once, cut to the part that is trained on."""
     documents = list(dict.fromkeys(question.document for question in read_questions(path)))
     return "\n\n".join(document[:DOCUMENT_CHARACTERS] for document in documents[first:])[:FILE_CHARACTERS]
 
 
 def text_from_token(text: str, first: int, tokenizer: Tokenizer) -> str:
-    """What follows the first tokens of a text."""
+    """The text after its first `first` tokens."""
     return text[tokenizer.encode(text, add_special_tokens=False).offsets[first][0] :]
 
 

@@ -1,4 +1,4 @@
-"""What the model is given for a task: token ids, and how its answer is scored."""
+"""The prompts of tasks as token ids, and how their answers are scored."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ FORMATS = ("chat", "plain")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt and what is expected of its answer."""
+    """One prompt and how its answer is scored."""
 
     token_ids: list[int]
     new_tokens: int
@@ -24,7 +24,7 @@ class Prompt:
 
 
 class PromptMaker:
-    """Makes prompts of one model's tokenizer."""
+    """Makes prompts with one model's tokenizer."""
 
     def __init__(self, tokenizer: Any, style: str) -> None:
         """Take a Transformers tokenizer; `style` is chat (its template) or plain."""
@@ -36,7 +36,7 @@ class PromptMaker:
         self._style = style
 
     def ruler(self, task: str, tokens: int, sample: int, filler: Filler, seed: int) -> Prompt:
-        """A RULER-like question that fills `tokens` tokens, the room for its answer included."""
+        """A RULER-like question that fills `tokens` tokens, including the room for its answer."""
         question = fit_question(
             task, tokens, sample, count_tokens=lambda asked: len(self._question_ids(asked)), filler=filler, seed=seed
         )
@@ -48,9 +48,9 @@ class PromptMaker:
         )
 
     def document(self, path: Path, tokens: int, sample: int, new_tokens: int) -> Prompt:
-        """A question on a document of the file at `path`, cut in the middle to fit into `tokens`, answer included.
+        """A question on a document of the file at `path`, cut in the middle so that it fits `tokens` with its answer.
 
-        raises   ValueError where the file has fewer questions
+        raises   ValueError if the file has fewer questions
         """
         questions = read_questions(path)
         if sample >= len(questions):

@@ -1,4 +1,4 @@
-"""A Transformers cache with room for the tokens to come, so that a decode step copies one token and not all of them."""
+"""A Transformers cache with room for coming tokens, so that a decode step copies one token and not all of them."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ class _RoomyLayer(DynamicLayer):
         self._capacity_tokens = capacity_tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take the room."""
+        """Allocate the room."""
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, heads, _, head_dim = key_states.shape
         self._key_room = torch.empty(batch, heads, self._capacity_tokens, head_dim, dtype=self.dtype)
@@ -22,7 +22,7 @@ class _RoomyLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append, and return all of them as views of the room."""
+        """Append, and return all keys and values as views of the room."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin = self.keys.shape[2]
@@ -36,5 +36,5 @@ class _RoomyLayer(DynamicLayer):
 
 
 def roomy_cache(layers: int, capacity_tokens: int) -> Cache:
-    """An empty cache of at most `capacity_tokens` tokens a layer; ValueError where more are appended."""
+    """An empty cache of at most `capacity_tokens` tokens a layer; ValueError if more are appended."""
     return Cache(layers=[_RoomyLayer(capacity_tokens) for _ in range(layers)])

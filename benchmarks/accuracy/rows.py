@@ -1,4 +1,4 @@
-"""Rows of measurements in a JSONL file that a later run goes on with."""
+"""Rows of measurements in a JSONL file that a later run continues."""
 
 import json
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ class OtherCommitError(ValueError):
 
 
 class RowFile:
-    """Rows by what identifies them; written as they come, one line each.
+    """Rows by their identity; written as they come, one line each.
 
-    A file holds rows of one commit: OtherCommitError where it holds others, unless `redo` drops those. (While the
+    A file holds rows of one commit: OtherCommitError if it holds others, unless `redo` drops those. (While the
     working tree has changes, they all count as one commit: `machine.commit` says `+changes`.) Without a path the rows
     are kept in memory. A last line that was cut off is dropped and measured again.
     """
@@ -57,7 +57,7 @@ class RowFile:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a JSONL file; a last line that is no JSON was cut off and is left out, any other raises ValueError."""
+    """Rows of a JSONL file; a last line that is not JSON was cut off and is left out, any other raises ValueError."""
     lines = path.read_text(encoding="utf-8").splitlines()
     rows: list[Row] = []
     for number, line in enumerate(lines, start=1):

@@ -1,4 +1,4 @@
-"""Which pages are read, by name: settings of the shipped kernels, and rules of the reference that bound them."""
+"""Ways of choosing pages, by name: settings of the shipped kernels, and rules of the reference that bound them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,7 +28,7 @@ THRESHOLDS = (0.80, 0.90, PROMISE, 0.98)
 HGCA_BETAS = (0.25, 0.5, 0.75, 1.0)
 HGCA_SHARES = (0.25, 0.5, 0.75)
 HEAD_BUDGETS = (0.02, 0.05)
-HGCA_TOKENS = 4096  # of the sequences whose share the dense window is
+HGCA_TOKENS = 4096  # length of the sequences of which the dense window is a share
 
 
 def _topk(family: str, **settings: object) -> dict[str, dict[str, object]]:
@@ -43,12 +43,12 @@ def _thresholds(family: str, **settings: object) -> dict[str, dict[str, object]]
 
 
 def hgca_name(beta: float, share: float) -> str:
-    """The selection of HGCA's table 1 at this β and share of the KV cache in the dense window."""
+    """The selection of HGCA's table 1 at this β and the dense window's share of the KV cache."""
     return f"hgca-{beta:g}-{share:.0%}"
 
 
 def _hgca() -> dict[str, dict[str, object]]:
-    """The dense window with its 64 sink tokens is the share of `HGCA_TOKENS` tokens, in whole pages."""
+    """The dense window, with its 64 sink tokens, is a share of `HGCA_TOKENS` tokens, in whole pages."""
     return {
         hgca_name(beta, share): {
             "policy": "hgca",
@@ -95,7 +95,7 @@ SELECTIONS: dict[str, dict[str, object]] = {
 """Settings of the shipped kernels."""
 
 FIXED_BUDGETS = {f"fixed16-{ranked}-{budget:.0%}": budget for ranked in ("codes2", "minmax") for budget in HEAD_BUDGETS}
-"""Selections of which every head reads the same share of its blocks (Fluxion's baseline)."""
+"""Selections in which every head reads the same share of its blocks (Fluxion's baseline)."""
 
 REFERENCES: dict[str, PageRule] = {
     "oracle-5%": PageRule(order="oracle", ratio=0.05),
@@ -112,7 +112,7 @@ class Family:
     """One way of choosing pages at several budgets."""
 
     name: str
-    summary: str  # by which it ranks pages
+    summary: str  # that it ranks pages by
     selections: tuple[str, ...]
 
 
@@ -123,7 +123,7 @@ PSA_FAMILIES = (
     Family("PSA's rule", "key_codes", tuple(_thresholds("psa-codes2"))),
     Family("estimated remainder", "key_codes", tuple(_thresholds("codes2"))),
 )
-"""PSA's figure 5: thresholds against top-k by the same summaries."""
+"""PSA's figure 5: thresholds against top-k with the same summaries."""
 
 GROUPS: dict[str, list[str]] = {
     "main": [
@@ -133,11 +133,11 @@ GROUPS: dict[str, list[str]] = {
     "psa": [FULL, *(name for family in PSA_FAMILIES for name in family.selections)],
     "hgca": [FULL, *_hgca()],
 }  # fmt: skip
-"""Selections by what they are measured for: the trade-off, PSA's figures 2 and 5, HGCA's table 1."""
+"""Selections by the purpose of measuring them: the trade-off, PSA's figures 2 and 5, HGCA's table 1."""
 
 
 class Decoding(Protocol):
-    """What runs a model's decode steps: a SparseSession, or the reference."""
+    """Runs a model's decode steps: a SparseSession, or the reference."""
 
     def __enter__(self) -> Self: ...
 
@@ -147,20 +147,20 @@ class Decoding(Protocol):
 
     @property
     def keeps_request_state(self) -> bool:
-        """Whether what is read depends on queries of earlier calls, and not on the cache alone."""
+        """Whether the choice of pages depends on queries of earlier calls, and not on the cache alone."""
 
     def adopt(self) -> None:
-        """Take the sequence over from the cache of the model's next call."""
+        """Take over the sequence from the cache of the model's next call."""
 
     def row_by_row(self) -> AbstractContextManager[None]:
-        """Within it the rows of a call are decoded one after another, as if each came in a call of its own."""
+        """A context in which the rows of a call are decoded one after another, as if each came in its own call."""
 
     def take_stats(self) -> DecodeStats:
         """What was decoded since the last call."""
 
 
 def runs_on(selection: str) -> str:
-    """`shipped` where the kernels that serve requests run, else `reference`."""
+    """`shipped` if the kernels that serve requests run, else `reference`."""
     return "reference" if selection in REFERENCES else "shipped"
 
 
@@ -179,7 +179,7 @@ def open_decoding(
     watch: Callable[[DecodeStep], None] | None = None,
     kv_dtype: torch.dtype | None = None,
 ) -> Decoding:
-    """A session, to be entered, that decodes by the selection of that name; KeyError where there is none.
+    """A session, to be entered, that decodes by the selection of that name; KeyError if there is none.
 
     kv_dtype   of the shipped kernels' KV cache; None: the model's
     """
@@ -198,9 +198,9 @@ def open_decoding(
 
 
 def chosen(names: str) -> list[str]:
-    """The selections of a comma-separated list of them and of `GROUPS`, full attention first.
+    """The selections that a comma-separated list of selections and `GROUPS` names, full attention first.
 
-    raises   ValueError where one is unknown
+    raises   ValueError if one is unknown
     """
     asked = [one for name in names.split(",") if name for one in GROUPS.get(name, [name])]
     known = [*SELECTIONS, *REFERENCES]

@@ -1,12 +1,12 @@
-"""Task scores through the HTTP server, by selection, beside stock vLLM's: RULER-like tasks and long documents.
+"""Task scores through the HTTP server, by selection and for stock vLLM: RULER-like tasks and long documents.
 
     python -m benchmarks.accuracy.served_tasks [--lengths 4096] [--samples 8] [--selections stock,quest-5%] --out FILE
 
-The same prompts and selections as of `benchmarks.accuracy.tasks`, but each selection is a server, asked one prompt
-after another. Every one of our servers computes prompts alike, so that what differs between two of them is what
-decoding reads; `stock` differs by rounding, too, and shows what that alone does. Answers go their own way from
-their first difference on: how far tokens agree along full attention's answer, only `tasks` can say. With `--out FILE`
-rows that it holds are kept and only the rest is run.
+Prompts and selections are those of `benchmarks.accuracy.tasks`, but each selection is a server that is asked one prompt
+after another. All our servers compute prompts alike, so two of them differ only in what decoding reads. `stock` also
+differs by rounding, and shows what that alone does. After their first difference answers go their own ways: only
+`tasks` can say how far tokens agree along full attention's answer. With `--out FILE`, rows that FILE holds are kept and
+only the rest is run.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SERVED: dict[str, Mapping[str, object] | None] = {
 def chosen(names: str) -> list[str]:
     """The selections of a comma-separated list, full attention first.
 
-    raises   ValueError where one is unknown
+    raises   ValueError if one is unknown
     """
     asked = [FULL, *(name for name in names.split(",") if name)]
     unknown = [name for name in asked if name not in SERVED]
@@ -58,7 +58,7 @@ def chosen(names: str) -> list[str]:
 
 
 def identity_of(case: Case, selection: str, options: argparse.Namespace) -> dict[str, object]:
-    """All that a row depends on but the commit."""
+    """All that a row depends on, except the commit."""
     return case.identity(options) | {"selection": selection, "runs_on": "server"}
 
 
@@ -69,7 +69,7 @@ def agreement(own: Sequence[int], full: Sequence[int]) -> dict[str, float]:
 
 
 def ask(server: Server, tokenizer: Any, prompt: Prompt) -> Row:
-    """What a row keeps of the answer to one prompt; of ours, also the KV bytes read, and those that all is."""
+    """What a row keeps of the answer to one prompt; for ours also the KV bytes read, and those of the whole context."""
     before = kv_bytes(server.metrics())
     (stream,) = stream_all(server, [prompt.token_ids], prompt.new_tokens, may_end=True)
     text = tokenizer.decode(list(stream.token_ids), skip_special_tokens=True)
@@ -95,7 +95,7 @@ def run_selection(
     options: argparse.Namespace,
     log_path: Path,
 ) -> Iterator[tuple[Case, Row]]:
-    """Serve a selection and yield its missing rows, in the order of the prompts; no server where none is missing."""
+    """Serve a selection and yield its missing rows, in the order of the prompts; no server if none is missing."""
     missing = [case for case in prompts if rows.get(identity_of(case, name, options)) is None]
     if not missing:
         return

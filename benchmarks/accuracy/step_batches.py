@@ -1,4 +1,4 @@
-"""Decode rows of one layer and sequence gathered, so that what is computed of them reads the keys once for many."""
+"""Gathers decode rows of one layer and sequence, so that a computation reads the keys once for many rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ _MOST_ROWS = 64
 
 @contextmanager
 def in_batches(record: Callable[[Sequence[DecodeStep]], None]) -> Iterator[Callable[[DecodeStep], None]]:
-    """A watcher of decode rows that hands them on in batches of rows that follow one another; the rest at the end."""
+    """A watcher of decode rows that hands them on in batches of consecutive rows; the rest comes at the end."""
     waiting: list[DecodeStep] = []
 
     def watch(step: DecodeStep) -> None:
@@ -25,7 +25,7 @@ def in_batches(record: Callable[[Sequence[DecodeStep]], None]) -> Iterator[Calla
 
 
 def _follows(before: DecodeStep, step: DecodeStep) -> bool:
-    """Whether the row is the next of the same layer and sequence, its keys and values lying behind those before it."""
+    """Whether `step` is the next row of the same layer and sequence: its keys and values extend those of `before`."""
     return (
         step.layer == before.layer
         and step.keys.shape[1] == before.keys.shape[1] + 1

@@ -1,9 +1,9 @@
-"""Rows of single prompts or windows, summed up by measure, length and selection."""
+"""Rows of single prompts or windows, summed up by measure, length, selection and everything else in their setting."""
 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,10 @@ from benchmarks.report import markdown_table
 
 RULER, PERPLEXITY = "RULER-like", "perplexity"
 
-_SHOWN = {  # of a summary: headings of the table
+_OF_A_PROMPT = ("task", "sample", "window")  # keys of an identity that a mean is taken over
+_NAMED = ("tokens", "selection", "runs_on", "model", "dtype")  # keys of an identity that a summary has, too
+
+_SHOWN = {  # keys of a summary: headings of the table
     "score": "score",
     "score_difference": "above full's",
     "score_difference_error": "its standard error",
@@ -29,49 +32,71 @@ _SHOWN = {  # of a summary: headings of the table
 
 
 def measure_of(identity: Mapping[str, Any]) -> str:
-    """What a row is summed up under: all RULER-like tasks together, each file of documents, perplexity."""
+    """The measure that a row belongs to: all RULER-like tasks together, each file of documents, perplexity."""
     return RULER if identity["task"] in TASKS else str(identity["task"])
 
 
 def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each measure, length, selection and model, in the order of the first of its rows.
+    """One summary for each measure, length, selection and setting, in the order of their first rows.
 
-    Means are over the samples of a task, then over the tasks, so that every task counts the same; `kept_worst` is the
-    worst of all, `bytes_read` of rows with `read_bytes` and `total_bytes` the share of their means, `perplexity` the
-    exponential of the mean `loss`, `tasks` the score of each task. Deciles of single prompts or windows are averaged.
-    Where full attention has answered the same prompts, `score_difference` is how far the score lies above its score,
-    and `score_difference_error` the standard error of that over the prompts.
+    `settings` has the rest of the rows' identity, such as the text, the format or the dtype of the KV cache. Means are
+    over the samples of a task, then over the tasks, so every task counts the same. `kept_worst` is the worst of all;
+    `bytes_read` of rows with `read_bytes` and `total_bytes` is the ratio of their means; `perplexity` is the
+    exponential of the mean `loss`; `tasks` has the score of each task. Deciles of single prompts or windows are
+    averaged. If full attention has answered the same prompts, `score_difference` is the score less full attention's,
+    and `score_difference_error` is its standard error over the prompts.
     """
     rows = list(rows)
     full = {_prompt_of(row): row["score"] for row in rows if row["identity"]["selection"] == FULL and "score" in row}
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         identity = row["identity"]
-        groups[
-            measure_of(identity),
-            identity["tokens"],
-            identity["selection"],
-            identity["runs_on"],
-            identity["model"],
-            identity["dtype"],
-        ].append(row)
-    names = ("measure", "tokens", "selection", "runs_on", "model", "dtype")
+        named = (measure_of(identity), *(identity[name] for name in _NAMED))
+        groups[*named, json.dumps(_settings(identity), sort_keys=True)].append(row)
     return [
-        dict(zip(names, group, strict=True)) | _means(members) | _score_difference(members, full)
-        for group, members in groups.items()
+        dict(zip(("measure", *_NAMED), named, strict=True))
+        | {"settings": _settings(members[0]["identity"])}
+        | _means(members)
+        | _score_difference(members, full)
+        for (*named, _), members in groups.items()
     ]
 
 
+def _settings(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in identity.items() if name not in (*_OF_A_PROMPT, *_NAMED)}
+
+
+def setting_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a summary was measured with, except length and selection; earlier results do not say all of it."""
+    setting = {name: summary[name] for name in ("model", "dtype") if name in summary}
+    setting |= summary.get("settings", {})
+    return setting
+
+
+def groups_of(summaries: Sequence[dict[str, Any]]) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+    """Summaries that may be compared, by measure, length, and the settings in which others with these two differ."""
+    by_size: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in summaries:
+        by_size[str(row["measure"]), str(row["tokens"])].append(row)
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for size, rows in by_size.items():
+        settings = [setting_of(row) for row in rows]
+        for row, setting in zip(rows, settings, strict=True):
+            differs = {name for name in setting for other in settings if other.get(name) != setting[name]}
+            groups[*size, *(f"{name}={setting[name]}" for name in setting if name in differs)].append(row)
+    return groups
+
+
 def _prompt_of(row: Mapping[str, Any]) -> str:
-    """All that identifies a row but how it was answered."""
+    """All that identifies a row, except how it was answered."""
     return json.dumps({name: value for name, value in row["identity"].items() if name not in ("selection", "runs_on")})
 
 
 def _score_difference(rows: list[Mapping[str, Any]], full: Mapping[str, float]) -> dict[str, float]:
-    """The mean difference of the scores from full attention's and its standard error, prompts drawn from each task.
+    """The mean of the scores less full attention's, and its standard error, with prompts as samples of each task.
 
-    The error is left out where a task has one prompt, since nothing is known of how its prompts differ then. Empty
-    where full attention has not answered every prompt, and of its own rows.
+    The error is left out if a task has only one prompt, since then nothing is known of how its prompts differ. Empty if
+    full attention has not answered every prompt, and for its own rows.
     """
     if rows[0]["identity"]["selection"] == FULL or any(_prompt_of(row) not in full for row in rows):
         return {}

@@ -3,9 +3,9 @@
     python -m benchmarks.accuracy.tasks [--model PATH] [--lengths 1024,2048] [--tasks all] [--samples 4] --out FILE
     python -m benchmarks.accuracy.tasks --tasks "" --documents PATH.jsonl --out FILE
 
-Every prompt is prefilled once by exact attention but for its last token, which is the first that each selection
-decodes. Selections decode twice: along full attention's answer, which is fed whatever they say, and, from their first
-difference on, on their own. With `--out FILE` rows that it holds are kept and only the rest is run.
+Exact attention prefills every prompt once, except its last token, which is the first that each selection decodes.
+Selections decode twice: along full attention's answer, which is fed whatever they say, and on their own from their
+first difference on. With `--out FILE`, rows that FILE holds are kept and only the rest is run.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def measured(said: Answer, text: str, prompt: Prompt, full: list[int]) -> Row:
 def run_case(
     model: PreTrainedModel, tokenizer: Any, maker: PromptMaker, case: Case, rows: RowFile, options: argparse.Namespace
 ) -> Iterator[Row]:
-    """The case's rows, those that are missing measured; full attention's first, since all are compared with it."""
+    """The case's rows; missing ones are measured. Full attention's is first, since all are compared with it."""
     names = chosen(options.selections)
     identities = {name: case.identity(options) | {"selection": name, "runs_on": runs_on(name)} for name in names}
     if all(rows.get(identities[name]) for name in names):

@@ -1,1 +1,1 @@
-"""Kernels alone, against what the memory of the machine gives."""
+"""Kernels alone, compared with what the machine's memory can deliver."""

@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels.decode_bandwidth [--contexts 32768,131072] [--budgets 0.05,0.2,1] [--dtype f32]
 
-One request decodes over layers that together lie far beyond the caches. Every shape is checked against the reference
-before it is timed. Exits with 1 where a sparse budget stays below the bar.
+One request decodes over layers that together are far larger than the caches. Every shape is checked against the
+reference before it is timed. Exits with 1 if a sparse budget stays below the bar.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Ceilings:
-    """The bytes a second that all threads read from an arena, beside each row: the machine's own speed drifts."""
+    """Bytes a second that all threads read from an arena, measured with each row: the machine's own speed drifts."""
 
     def __init__(self, arena: torch.Tensor, pool: _native.ThreadPool, page_bytes: int) -> None:
         self._arena = arena
@@ -81,7 +81,7 @@ class Ceilings:
 
 
 def main() -> int:
-    """Check, measure, print the table, keep the result; return 1 where the bar is missed."""
+    """Check, measure, print the table, keep the result; return 1 if the bar is missed."""
     options = parse_arguments()
     pool = make_thread_pool(options.threads, helpers=options.helpers)
     arena = make_arena(int(options.arena_gib * 2**30))

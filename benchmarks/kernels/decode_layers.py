@@ -1,4 +1,4 @@
-"""Layers of KV memory beyond the caches, one decode step of them at a time, and a check that the step is right."""
+"""Layers of KV memory larger than the caches, decoded one step at a time, and a check that the step is right."""
 
 import time
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Shape:
     kv_heads: int
     budget_ratio: float  # of the candidate pages; 1 reads all of them without scoring
     summary: str
-    dtype: str = "bf16"  # of KV, and but for e4m3 of queries: bf16 | f16 | f32 | e4m3
+    dtype: str = "bf16"  # of KV, and except for e4m3 of queries: bf16 | f16 | f32 | e4m3
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def selection(self) -> SelectionSpec:
-        """`topk`, or `dense` where everything is read."""
+        """`topk`, or `dense` if everything is read."""
         return SelectionSpec(ranked=self.budget_ratio < 1, budget_ratio=self.budget_ratio)
 
     @property
@@ -53,7 +53,7 @@ class Shape:
         return self.kv_heads * self.layout.head_block_bytes
 
     def bytes_to_read(self, tokens: int) -> int:
-        """Bytes that one step over one layer cannot do without: retained and selected pages, candidates' summaries."""
+        """Bytes that one step over one layer must read: retained and selected pages, candidates' summaries."""
         first, end = RETAINED.candidate_range(tokens)
         selection = self.selection
         pages = len(RETAINED.retained_pages(tokens)) + selection.budget_pages(end - first)
@@ -76,7 +76,7 @@ class Shape:
 
 
 def make_arena(arena_bytes: int) -> Tensor:
-    """Return that much memory, backed the way the server backs its KV; [arena_bytes] uint8."""
+    """Return that much memory, backed as the server's KV is; [arena_bytes] uint8."""
     arena = torch.empty(arena_bytes, dtype=torch.uint8)
     prefault(arena)
     return arena
@@ -117,7 +117,7 @@ def one_row_batch(tokens: int, block_ids: Tensor) -> NativeBatch:
 
 
 def check_step(shape: Shape, pool: _native.ThreadPool, isa: str) -> None:
-    """Append a request's tokens, decode its last one and compare with the reference; AssertionError where it is off."""
+    """Append a request's tokens, decode its last one and compare with the reference; AssertionError if it differs."""
     generator = torch.Generator().manual_seed(1)
     q_heads, tokens = shape.kv_heads * shape.group, _CHECK_TOKENS
     query = torch.randn(tokens, q_heads, shape.head_dim, generator=generator).to(shape.row_dtype)
@@ -156,7 +156,7 @@ def time_steps(
     shape: Shape, tokens: int, arena: Tensor, pool: _native.ThreadPool, isa: str, least_s: float
 ) -> tuple[list[float], int]:
     """Decode over as many distinct layers as the arena holds, again and again; return each call's seconds and their
-    number. AssertionError where the kernel did not read what it had to."""
+    number. AssertionError if the kernel did not read what it had to."""
     num_blocks = -(-tokens // BLOCK_TOKENS)
     layers = arena.numel() // (num_blocks * shape.block_bytes)
     if layers == 0:

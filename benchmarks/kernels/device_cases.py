@@ -1,4 +1,4 @@
-"""What the device's kernels are timed on: inputs, the call, the bytes that it must move, and whether it is right."""
+"""The cases that the device's kernels are timed on: inputs, the call, the bytes that it must move, and a check."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from vllm_hybrid_sparse.kernels.summarize.gpu import summarize_slots
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 TOLERANCE = 2e-2
-"""Of bf16 kernels against the same sums in float32, relative to the largest value."""
+"""Allowed error of bf16 kernels against the same sums in float32, relative to the largest value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,13 @@ class Case:
     size: str  # what it works on, for the table
     run: Callable[[], object]
     error: Callable[[], float]  # runs it and compares, relative to the largest value
-    moved_bytes: int  # that it must read and write
+    moved_bytes: int  # bytes that it must read and write
     ceiling: str  # which measured rate bounds it: device | from_host | to_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The memory that all cases share: far larger than the caches, so that each reads what was not read before."""
+    """The memory that all cases share: far larger than the caches, so that each case reads from memory."""
 
     device: torch.device
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Machine:
 
     @property
     def page_bytes(self) -> int:
-        """K and V."""
+        """Bytes of a page's K and V."""
         return 2 * PAGE_TOKENS * self.head_dim * self.dtype.itemsize
 
     @property
@@ -56,7 +56,7 @@ class Machine:
         return len(self.k_pool)
 
     def slots(self, *shape: int) -> Tensor:
-        """Slots of the pool in random order, int32; each once where there are enough of them."""
+        """Slots of the pool in random order, int32; each once if there are enough of them."""
         count = torch.Size(shape).numel()
         order = torch.randperm(self.num_slots, device=self.device, dtype=torch.int32)
         return order.repeat(-(-count // self.num_slots))[:count].view(shape)
@@ -87,13 +87,13 @@ def make_machine(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected value; NaN where either has one."""
+    """Largest difference over the largest expected value; NaN if either tensor has one."""
     expected = expected.double()
     return float((actual.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-9))
 
 
 def copy_cases(machine: Machine, pages: int) -> Iterator[Case]:
-    """Pages from and to the host, at places in no order."""
+    """Copy pages from and to the host, at scattered places."""
     slots = machine.slots(pages)
     elements = 2 * PAGE_TOKENS * machine.head_dim
     offsets = machine.slots(pages).long() * elements
@@ -122,7 +122,7 @@ def copy_cases(machine: Machine, pages: int) -> Iterator[Case]:
 
 
 def attend_case(machine: Machine, rows: int, pages: int) -> Case:
-    """A microbatch of pages a row and KV head."""
+    """Attend to a microbatch of pages for each row and KV head."""
     q_heads = machine.kv_heads * machine.group
     query = machine.randn(rows, q_heads, machine.head_dim)
     slots = machine.slots(rows, machine.kv_heads, pages)
@@ -155,7 +155,7 @@ def attend_case(machine: Machine, rows: int, pages: int) -> Case:
 
 
 def score_cases(machine: Machine, rows: int, pages: int) -> Iterator[Case]:
-    """All candidates of a context, by each kind of summary; then shares of groups and the order of pages."""
+    """Score all candidates of a context by each kind of summary; then group scores and the order of pages."""
     q_heads = machine.kv_heads * machine.group
     query = machine.randn(rows, q_heads, machine.head_dim)
     size = f"{rows} rows, {pages} pages"
@@ -208,7 +208,7 @@ def score_cases(machine: Machine, rows: int, pages: int) -> Iterator[Case]:
 
 
 def summarize_case(machine: Machine, pages: int) -> Case:
-    """Pages that a prompt has filled."""
+    """Summarize pages that a prompt has filled."""
     slots = machine.slots(pages)
     places = torch.arange(pages, dtype=torch.int32, device=machine.device)
     summaries = torch.empty(pages, 1, machine.head_dim, dtype=machine.dtype, device=machine.device)
@@ -232,7 +232,7 @@ def summarize_case(machine: Machine, pages: int) -> Case:
 
 
 def merge_cases(machine: Machine, rows: int) -> Iterator[Case]:
-    """Two states on the device; and one of them in host memory, read in place."""
+    """Merge two states on the device; then with one of them in host memory, read in place."""
     q_heads = machine.kv_heads * machine.group
     outs = machine.randn(2, rows, q_heads, machine.head_dim, dtype=torch.float32)
     lses = machine.randn(2, rows, q_heads, dtype=torch.float32)
@@ -263,9 +263,9 @@ _MOST_RUNS = 1 << 16
 
 
 def progressive_case(machine: Machine, rows: int, pages: int, microbatch_pages: int, *, missing: bool) -> Case:
-    """All microbatches of a layer, none of them stopping early: what launching costs, or loading beside computing.
+    """All microbatches of a layer, without stopping early: the cost of launching, or of loading while computing.
 
-    missing   False: every page lies in its slot; True: each is loaded first, by a stream of its own
+    missing   False: every page lies in its slot; True: each is loaded first, on a stream of its own
     """
     q_heads = machine.kv_heads * machine.group
     query = machine.randn(rows, q_heads, machine.head_dim)
@@ -273,7 +273,7 @@ def progressive_case(machine: Machine, rows: int, pages: int, microbatch_pages: 
     candidates = torch.full(slots.shape[:2], pages, dtype=torch.int32, device=machine.device)
     scale = machine.head_dim**-0.5
     offsets = slots.long() * (2 * PAGE_TOKENS * machine.head_dim)
-    # One flag a run, since the last kernels of a run may write theirs while the next one is being launched.
+    # One flag per run, since the last kernels of a run may write theirs while the next run is being launched.
     stops = iter(torch.zeros(_MOST_RUNS, 1, dtype=torch.int32, pin_memory=machine.device.type == "cuda"))
 
     def run() -> Tensor:

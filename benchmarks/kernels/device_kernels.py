@@ -1,10 +1,10 @@
-"""How near the device's kernels come to what the machine's memory and its link to the host allow.
+"""How close the device's kernels come to what the machine's memory and its link to the host allow.
 
     python -m benchmarks.kernels.device_kernels [--out FILE] [--pool-gib 8]
 
-First the ceilings, measured: a copy on the device (bytes read and written), copies from and to pinned host memory, and
-the host's own read bandwidth. Then each kernel, checked before it is timed, on a layer shaped like Llama-3.1-8B's: its
-bytes over its median time, beside the ceiling that bounds it. Exits with 1 where a kernel is wrong; such a one has no
+First the ceilings are measured: a copy on the device (bytes read and written), copies from and to pinned host memory,
+and the host's own read bandwidth. Then each kernel is checked and timed on a layer shaped like Llama-3.1-8B's: its
+bytes over its median time, next to the ceiling that bounds it. Exits with 1 if a kernel is wrong; a wrong one has no
 figures.
 """
 
@@ -39,7 +39,7 @@ def time_us(run: Callable[[], object]) -> dict[str, float]:
 
 
 def measure_ceilings(machine: Machine) -> dict[str, float]:
-    """Bytes a second of what bounds the kernels."""
+    """The ceilings that bound the kernels, in bytes a second."""
     size = min(_COPY_BYTES, machine.host.numel() * machine.host.element_size() // 2)
     host = machine.host.view(torch.uint8)[:size]
     source, target = torch.empty(2, size, dtype=torch.uint8, device=machine.device)
@@ -75,7 +75,7 @@ def measure(case: Case, ceilings: dict[str, float]) -> dict[str, object]:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """One line a case."""
+    """One line per case."""
     lines = []
     for row in rows:
         time, rate, share = row.get("time_us"), row.get("bytes_per_s"), row.get("share_of_ceiling")

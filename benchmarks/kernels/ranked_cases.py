@@ -1,4 +1,4 @@
-"""What the kernels of ranked rows are timed on: codes, and attention to listed pages."""
+"""The cases that the kernels of ranked rows are timed on: codes, and attention to listed pages."""
 
 from collections.abc import Iterator
 
@@ -18,10 +18,10 @@ _CODE_BITS = 2
 
 
 def ranked_cases(machine: Machine, rows: int, pages: int, budget: int) -> Iterator[Case]:
-    """All candidates of a context by their codes, and the best few of them.
+    """Score all candidates of a context by their codes, and attend to a few pages.
 
-    pages    of each row
-    budget   of them, those that are read
+    pages    candidates of each row
+    budget   how many pages each group reads
     """
     yield from code_cases(machine, rows, pages)
     for on_host in (False, True):
@@ -29,7 +29,7 @@ def ranked_cases(machine: Machine, rows: int, pages: int, budget: int) -> Iterat
 
 
 def code_cases(machine: Machine, rows: int, pages: int) -> Iterator[Case]:
-    """Codes made of pages on the host, and scores by them."""
+    """Make codes of pages on the host, and score by them."""
     store_pages, elements = rows * pages, 2 * PAGE_TOKENS * machine.head_dim
     size = summary_bytes("key_codes", machine.head_dim, machine.dtype.itemsize, _CODE_BITS)
     codes = torch.zeros(machine.kv_heads, store_pages, size, dtype=torch.uint8, device=machine.device)
@@ -69,7 +69,7 @@ def code_cases(machine: Machine, rows: int, pages: int) -> Iterator[Case]:
 
 
 def listed_case(machine: Machine, rows: int, budget: int, *, on_host: bool) -> Case:
-    """The pages that each group reads, all of them in slots, or all on the host, where they are read in place."""
+    """Attend to the pages that each group reads: all of them in slots, or all on the host and read in place."""
     elements = 2 * PAGE_TOKENS * machine.head_dim
     host = HostStore(machine.host, machine.kv_heads * elements, elements, elements, 1)
     query = machine.randn(rows, machine.kv_heads * machine.group, machine.head_dim)

@@ -1,14 +1,15 @@
-"""`hybrid-sparse bench` beside `vllm bench serve`: the same requests at the same times on the same server, in turns.
+"""`hybrid-sparse bench` against `vllm bench serve`: the same requests at the same times on the same server, in turns.
 
     python -m benchmarks.serving.agreement [--requests 32] [--rate 0.5] [--rounds 2]
 
-Stock vLLM serves SmolLM2-135M-Instruct, without prefix caching. `vllm bench serve` sends the first round's requests at
-Poisson times of its own, which `hybrid-sparse bench` then keeps to; they take turns at going first. Two comparisons:
+Stock vLLM serves SmolLM2-135M-Instruct without prefix caching. `vllm bench serve` sends the first round's requests at
+Poisson times of its own, and `hybrid-sparse bench` then keeps to these times. They take turns at going first. Two
+comparisons:
 
-- the definitions: the times that `vllm bench serve` noted, summed up by us, must give its own figures;
-- the clients: what both saw of runs of their own, which also differ by what the machine did meanwhile.
+- the definitions: if we sum up the times that `vllm bench serve` noted, we must get its own figures;
+- the clients: what each saw in its own runs, which also differ by what the machine did meanwhile.
 
-Exits with 1 where a definition differs, or a median by more than 5 %. `vllm bench serve` reads its requests by pandas.
+Exits with 1 if a definition differs, or a median by more than 5 %. `vllm bench serve` needs pandas to read requests.
 """
 
 import argparse
@@ -45,7 +46,7 @@ _SAMPLE_WORDS = 2000
 
 Json = dict[str, Any]
 
-# Name of `vllm bench serve`, of ours; both with mean, median and P99.
+# (name in `vllm bench serve`, name in ours); both have mean, median and P99.
 TIMES = (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("itl", "tbt_s"), ("e2el", "e2e_s"))
 PARTS = (("mean", "mean"), ("median", "p50"), ("p90", "p90"), ("p99", "p99"))
 RATES = (("request_throughput", "requests_per_s"), ("output_throughput", "output_tokens_per_s"))
@@ -80,13 +81,13 @@ def recorded_run(noted: Json) -> Run:
 
 
 def of_ours(seen: Json, scale: float = 1e3) -> dict[str, float]:
-    """Return figures of ours by the names of `vllm bench serve`; times in milliseconds."""
+    """Return our figures under the names of `vllm bench serve`; times in milliseconds."""
     named = {f"{part}_{theirs}_ms": seen[ours][our_part] * scale for theirs, ours in TIMES for part, our_part in PARTS}
     return named | {theirs: seen[ours] for theirs, ours in RATES}
 
 
 def definitions_differ(noted: Json) -> dict[str, tuple[float, float]]:
-    """Return the figures that `vllm bench serve` and we make otherwise of the same times: (theirs, ours)."""
+    """Return the figures that `vllm bench serve` and we compute differently from the same times: (theirs, ours)."""
     seen: Figures = figures([recorded_run(noted)], None, Unloaded((), None))
     return {
         name: (noted[name], value)
@@ -145,7 +146,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def compare(theirs: Sequence[Json], ours: Sequence[Json]) -> list[Json]:
-    """Return a row a figure: the median round of each client, and ours over theirs."""
+    """Return one row per figure: the median round of each client, and ours over theirs."""
     rows = []
     for name in of_ours(ours[0]):
         values = [sorted(one[name] for one in runs) for runs in (theirs, [of_ours(one) for one in ours])]
@@ -197,7 +198,7 @@ def measure(options: argparse.Namespace, model: Path) -> tuple[list[Json], list[
 
 
 def main() -> int:
-    """Measure, print the comparison, keep the result; return 1 where the two do not agree."""
+    """Measure, print the comparison, keep the result; return 1 if the two do not agree."""
     options = parse_arguments()
     stop_servers_when_terminated()
     model = options.model or model_dir()

@@ -1,4 +1,4 @@
-"""How stock vLLM and ours are started for a measurement: the same but for the attention backend."""
+"""How stock vLLM and ours are started for a measurement: the same except for the attention backend."""
 
 import json
 import signal
@@ -11,7 +11,7 @@ from vllm_hybrid_sparse.glue.cpu_threads import SPIN_COUNT, SPIN_COUNT_VARIABLE
 
 START_TIMEOUT_S = 900  # the first start compiles
 DTYPES = {"bfloat16": 2, "float32": 4}  # bytes a number
-KV_BYTES = {**DTYPES, "fp8": 1.2}  # with what key codes, which stay as large, take more of it
+KV_BYTES = {**DTYPES, "fp8": 1.2}  # fp8: key codes stay as large, so they take a larger part
 _SPARE = 1.15  # summaries and partly filled blocks
 FILLING_CONNECTOR = {
     "kv_connector": "DecodeBenchConnector",
@@ -28,7 +28,7 @@ FILLING_CONNECTOR = {
 def thread_env(threads: str) -> dict[str, str]:
     """Return the environment of a thread setting: `all` cores, vLLM's `default` binding, or a core list.
 
-    With cores named stock vLLM's threads, too, wait as our backend has them wait: it is faster so.
+    If cores are named, stock vLLM's threads also wait in the way of our backend's: that is faster.
     """
     if threads == "default":
         return {}
@@ -37,9 +37,9 @@ def thread_env(threads: str) -> dict[str, str]:
 
 
 def serve_args(model: Path, model_tokens: int, cached_tokens: int, filled: bool, dtype: str = "bfloat16") -> list[str]:
-    """Return what both sides are started with.
+    """Return the arguments that both sides start with.
 
-    model           folder of what is served
+    model           folder of the served model
     model_tokens    longest request
     cached_tokens   room of the KV cache
     filled          let vLLM's DecodeBenchConnector fill the KV cache, once, instead of computing prompts
@@ -57,12 +57,12 @@ def serve_args(model: Path, model_tokens: int, cached_tokens: int, filled: bool,
 
 
 def kv_memory_arg(model: Path, cached_tokens: int, dtype: str) -> str:
-    """Return the option that gives a KV cache of so many tokens its memory; it is stored in `dtype`, of KV_BYTES."""
+    """Return the option for the memory of a KV cache of `cached_tokens`, stored in `dtype`: a key of `KV_BYTES`."""
     return f"--kv-cache-memory-bytes={int(cached_tokens * read_shape(model).token_bytes(1) * KV_BYTES[dtype] * _SPARE)}"
 
 
 def our_args(settings: dict[str, object], kv_cache_dtype: str = "auto") -> list[str]:
-    """Return what chooses our backend; the KV cache is as wide as the model, or narrower."""
+    """Return the arguments that choose our backend; the KV cache is as wide as the model, or narrower."""
     return [
         "--attention-backend=hybrid_sparse",
         f"--additional-config={json.dumps({'hybrid_sparse': settings})}",

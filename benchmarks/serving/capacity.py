@@ -2,21 +2,20 @@
 
     python -m benchmarks.serving.capacity --out DIR [--texts leval-legal_contract_qa.jsonl] [--servers stock,topk-5]
 
-One server at a time serves SmolLM2-135M-Instruct, all alike but for the backend, bound to all cores. Several
-questions are asked over each of a few documents, which were read before: decoding bounds it. The limits are multiples
-of stock vLLM's decode iteration, so `stock` comes first. Then each policy's server gets prompts that it has not seen,
-with short answers, in turns with stock vLLM: prefill bounds those (`--no-prefill` leaves them out). A report that DIR
-has is not measured again; the last lines compare all of them.
+One server at a time serves SmolLM2-135M-Instruct; they differ only in the backend and are bound to all cores. Several
+questions are asked about each of a few documents that the server has read before, so decoding is the bottleneck. The
+limits are multiples of stock vLLM's decode iteration, so `stock` comes first. Then each policy's server gets prompts
+that it has not seen, with short answers, in turns with stock vLLM: there prefill is the bottleneck (`--no-prefill`
+leaves this out). A report that DIR has is not measured again. One that was measured with other options, or under the
+limits of another stock vLLM, is refused; only the search for the rate may differ. The last lines compare all reports.
 """
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -30,10 +29,12 @@ from benchmarks.serving.backends import (
     stop_servers_when_terminated,
     thread_env,
 )
+from benchmarks.serving.capacity_reports import Json, OtherOptionsError, bench, read_report
 from benchmarks.serving.capacity_traces import prefill_trace, question_trace, read_texts
 from vllm_hybrid_sparse.cli.server import Server
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 from vllm_hybrid_sparse.load.mixes import Lengths
+from vllm_hybrid_sparse.load.report import trace_digest
 from vllm_hybrid_sparse.load.traces import write_trace
 
 REFERENCE = "stock"
@@ -47,16 +48,15 @@ SERVERS: dict[str, dict[str, object] | None] = {
     },
     "dense": {"policy": "dense"},
 }
-# Where the search begins, requests a second on two cores: guesses, which cost time where they are wrong.
+# Where the search begins, requests a second on two cores: guesses, which cost time if they are wrong.
 FIRST_RATES = {REFERENCE: 0.12, "dense": 0.15, "topk-5": 0.34}
 OTHER_FIRST_RATE = 0.27
 MODEL_TOKENS = 8192
-_BESIDE_TOKENS = 2048  # room for each request beside its document: what was asked before stays cached, too
+_BESIDE_TOKENS = 2048  # room for each request besides its document; earlier questions stay cached, too
+_PREFILL = "-prefill"  # ends the name of a report on the second trace
 _PREFILL_CLIENTS = 2
 _PREFILL_OUTPUT_TOKENS = 8
 _PREFILL_ROUNDS = 3
-
-Json = dict[str, Any]
 
 
 def say(line: str) -> None:
@@ -64,9 +64,9 @@ def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
-def make_server(name: str, model: Path, options: argparse.Namespace) -> Server:
+def make_server(name: str, options: argparse.Namespace) -> Server:
     """Return the server called `name`, not started."""
-    settings = SERVERS[name]
+    settings, model = SERVERS[name], options.model
     cached_tokens = options.documents * options.document_tokens + options.at_once * _BESIDE_TOKENS
     args = [
         *serve_args(model, MODEL_TOKENS, cached_tokens, filled=False, dtype=options.dtype),
@@ -78,42 +78,54 @@ def make_server(name: str, model: Path, options: argparse.Namespace) -> Server:
     return Server(model, args, thread_env(options.threads), options.out / f"{name}.log")
 
 
-def bench(url: str, out: Path, *more: str) -> None:
-    """Run `hybrid-sparse bench`; the report appears under its name only when it is whole."""
-    part = out.with_name(f"{out.name}-unfinished")
-    command = [sys.executable, "-m", "vllm_hybrid_sparse.cli.main", "bench", "--url", url, *more, "--out", str(part)]
-    done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
-    if done.returncode:
-        raise RuntimeError(f"hybrid-sparse bench: status {done.returncode}")
-    for suffix in (".html", ".json"):
-        part.with_name(part.name + suffix).rename(out.with_name(out.name + suffix))
+def measured_with(name: str, options: argparse.Namespace) -> Json:
+    """Return what a report depends on, except code and machine; `name` is a server's, or ends in `-prefill`.
+
+    How the rate is searched for is left out: it decides how precisely the rate is known, not what it is.
+    """
+    server = {
+        "model": options.model.name,
+        **{part: getattr(options, part) for part in ("dtype", "at_once", "documents", "document_tokens", "threads")},
+    }
+    if name.endswith(_PREFILL):
+        return server | {"trace_sha256": options.digests["prefill"]}
+    limit_ms = None if name == REFERENCE else iteration_ms(options)
+    return server | {
+        "trace_sha256": options.digests["questions"],
+        "try_seconds": options.try_seconds,
+        "iteration_ms": None if limit_ms is None else round(limit_ms, 3),
+    }
 
 
-def report(out: Path, name: str) -> Json | None:
-    """Return a report that was made before; None where there is none."""
-    path = out / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def kept_report(name: str, options: argparse.Namespace) -> Json | None:
+    """Return an earlier report with the same options; None if there is none, OtherOptionsError if options differ."""
+    return read_report(options.out / f"{name}.json", measured_with(name, options))
 
 
-def iteration_ms(out: Path) -> float | None:
-    """Return stock vLLM's unloaded decode iteration; None where it has not been measured."""
-    found = report(out, REFERENCE)
+def kept_reports(options: argparse.Namespace, end: str = "") -> dict[str, Json]:
+    """Return all earlier reports by server; `end` is the end of their names."""
+    return {name: found for name in SERVERS if (found := kept_report(name + end, options))}
+
+
+def iteration_ms(options: argparse.Namespace) -> float | None:
+    """Return stock vLLM's unloaded decode iteration; None if it has not been measured."""
+    found = kept_report(REFERENCE, options)
     return None if found is None else found["servers"][0]["unloaded"]["iteration_s"] * 1e3
 
 
-def measure(name: str, model: Path, options: argparse.Namespace) -> None:
-    """Search one server's capacity, unless its report is there."""
-    if report(options.out, name):
+def measure(name: str, options: argparse.Namespace) -> None:
+    """Search for one server's capacity, unless its report exists."""
+    if kept_report(name, options):
         say(f"{name}: there already")
         return
-    known_ms = iteration_ms(options.out)
+    known_ms = iteration_ms(options)
     if known_ms is None and name != REFERENCE:
         raise RuntimeError(f"{name}: needs the limits of {REFERENCE}; measure that first")
     limits = [] if known_ms is None or name == REFERENCE else ["--iteration-ms", f"{known_ms:.3f}"]
-    with make_server(name, model, options) as server:
+    with make_server(name, options) as server:
         say(f"{name}: ready after {server.wait_ready(START_TIMEOUT_S):.0f} s")
         bench(
-            f"{name}={server.base_url}", options.out / name,
+            f"{name}={server.base_url}", options.out / name, measured_with(name, options),
             "--trace", str(options.out / "questions.jsonl"), "--salt", "never", "--warm-up", "3",
             "--capacity", "psa", "--first-rate", f"{FIRST_RATES.get(name, OTHER_FIRST_RATE) * options.rate_factor:.4g}",
             "--step", str(options.step), "--tolerance", str(options.tolerance), "--tries", str(options.tries),
@@ -122,16 +134,17 @@ def measure(name: str, model: Path, options: argparse.Namespace) -> None:
     say(f"{name}: done")
 
 
-def measure_prefill(name: str, model: Path, options: argparse.Namespace) -> None:
-    """Send the second trace to a policy's server and to the reference's in turns, unless the report is there."""
-    out = options.out / f"{name}-prefill"
-    if name == REFERENCE or report(options.out, out.name):
+def measure_prefill(name: str, options: argparse.Namespace) -> None:
+    """Send the second trace to a policy's server and to the reference's in turns, unless the report exists."""
+    of_it = name + _PREFILL
+    if name == REFERENCE or kept_report(of_it, options):
         return
-    with make_server(REFERENCE, model, options) as theirs, make_server(name, model, options) as ours:
+    with make_server(REFERENCE, options) as theirs, make_server(name, options) as ours:
         for server in (theirs, ours):
             server.wait_ready(START_TIMEOUT_S)
         bench(
-            f"{REFERENCE}={theirs.base_url}", out, "--vs", f"{name}={ours.base_url}",
+            f"{REFERENCE}={theirs.base_url}", options.out / of_it, measured_with(of_it, options),
+            "--vs", f"{name}={ours.base_url}",
             "--trace", str(options.out / "prefill.jsonl"), "--salt", "each-run", "--warm-up", "1",
             "--clients", str(_PREFILL_CLIENTS), "--rounds", str(_PREFILL_ROUNDS),
         )  # fmt: skip
@@ -139,7 +152,7 @@ def measure_prefill(name: str, model: Path, options: argparse.Namespace) -> None
 
 
 def compare(reports: Mapping[str, Json], prefills: Mapping[str, Json]) -> list[Json]:
-    """Return a row a server, with its ratio to the reference, which a report on prefill has beside it."""
+    """Return one row per server, with its ratio to the reference; a prefill report holds its own reference."""
     rows: list[Json] = []
     for name, found in reports.items():
         row: Json = {"server": name}
@@ -159,6 +172,11 @@ def compare(reports: Mapping[str, Json], prefills: Mapping[str, Json]) -> list[J
             }
         rows.append(row)
     return rows
+
+
+def compare_kept(options: argparse.Namespace) -> list[Json]:
+    """Return the rows of all existing reports; OtherOptionsError if one was measured with other options."""
+    return compare(kept_reports(options), {} if options.no_prefill else kept_reports(options, _PREFILL))
 
 
 def show(rows: Sequence[Json]) -> str:
@@ -228,30 +246,36 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure what is missing, compare all that is there, keep the comparison; return 0."""
+    """Measure what is missing, compare all reports, keep the comparison; return 0."""
     options = parse_arguments()
     stop_servers_when_terminated()
     options.out.mkdir(parents=True, exist_ok=True)
-    model = options.model or model_dir()
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    options.model = options.model or model_dir()
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     texts = read_texts(options.texts, options.documents, options.seed)
     output = Lengths.parse("output", options.output)
-    questions = question_trace(texts, tokenizer, options.document_tokens, options.questions, output, options.seed)
-    write_trace(options.out / "questions.jsonl", questions)
+    traces = {
+        "questions": question_trace(texts, tokenizer, options.document_tokens, options.questions, output, options.seed)
+    }
     if not options.no_prefill:
-        prompts = prefill_trace(texts, options.prefill_words, options.prefill_requests, _PREFILL_OUTPUT_TOKENS)
-        write_trace(options.out / "prefill.jsonl", prompts)
-    names = options.servers.split(",")
-    for name in names:
-        measure(name, model, options)
-        if not options.no_prefill:
-            measure_prefill(name, model, options)
-        reports = {one: found for one in SERVERS if (found := report(options.out, one))}
-        prefills = {one: found for one in SERVERS if (found := report(options.out, f"{one}-prefill"))}
-        rows = compare(reports, prefills)
-        print(show(rows), flush=True)
-        content = provenance() | {"dtype": options.dtype, "iteration_ms": iteration_ms(options.out), "rows": rows}
-        (options.out / "capacity.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        traces["prefill"] = prefill_trace(
+            texts, options.prefill_words, options.prefill_requests, _PREFILL_OUTPUT_TOKENS
+        )
+    options.digests = {name: trace_digest(requests) for name, requests in traces.items()}
+    try:
+        compare_kept(options)  # refused before hours of measuring
+        for name, requests in traces.items():
+            write_trace(options.out / f"{name}.jsonl", requests)
+        for name in options.servers.split(","):
+            measure(name, options)
+            if not options.no_prefill:
+                measure_prefill(name, options)
+            rows = compare_kept(options)
+            print(show(rows), flush=True)
+            content = provenance() | {"dtype": options.dtype, "iteration_ms": iteration_ms(options), "rows": rows}
+            (options.out / "capacity.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OtherOptionsError as error:
+        raise SystemExit(f"capacity: {error}") from None
     return 0
 
 

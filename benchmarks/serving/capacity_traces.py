@@ -16,7 +16,7 @@ from vllm_hybrid_sparse.load.requests import Request
 def read_texts(paths: Sequence[Path], count: int, seed: int) -> list[str]:
     """Return `count` texts of L-Eval's JSONL files, each once: the longest of each file, then the next of each.
 
-    Made-up prose where no file is given.
+    Made-up prose if no file is given.
     """
     if not paths:
         return [write_prose(16_000, seed + number) for number in range(count)]
@@ -34,10 +34,10 @@ def read_texts(paths: Sequence[Path], count: int, seed: int) -> list[str]:
 def question_trace(
     texts: Sequence[str], tokenizer: Tokenizer, document_tokens: int, each: int, output: Lengths, seed: int
 ) -> list[Request]:
-    """Return `each` questions over every text, as token ids, in an order drawn from `seed`.
+    """Return `each` questions about every text, as token ids, in an order drawn from `seed`.
 
-    Documents are cut to `document_tokens`, whole blocks of the prefix cache: a question over one that was read before
-    computes its own tokens alone. ValueError for a text that is shorter.
+    Documents are cut to `document_tokens`, which are whole blocks of the prefix cache, so a question about a document
+    that was read before computes only its own tokens. ValueError for a text that is shorter.
     """
     rng = random.Random(seed)
     requests = []
@@ -59,7 +59,7 @@ def question_trace(
 def prefill_trace(texts: Sequence[str], words: int, count: int, output_tokens: int) -> list[Request]:
     """Return `count` prompts of `words` words, no two of which begin alike, with short answers: a prefill each.
 
-    ValueError where the texts do not have that many words.
+    ValueError if the texts do not have that many words.
     """
     requests = []
     for number in range(count):

@@ -19,7 +19,7 @@ class Case:
     context_tokens: int
     requests: int = 1
     filled: bool = False  # the KV comes from vLLM's DecodeBenchConnector instead of a prefill
-    # Stock vLLM on two cores: 16 ms bound to one core and 17 to both at 1K, 35 and 28 at 8K; above, both win clearly.
+    # Stock vLLM on two cores takes 16 ms bound to one and 17 to both at 1K, 35 and 28 at 8K; above, both win clearly.
     threads: tuple[str, ...] = ("all",)
     topk_bar: float | None = None  # least ratio of stock's time per output token to ours
     progressive_bar: float | None = None
@@ -33,7 +33,7 @@ class Case:
         return {1024: 2048, 8192: 9216}.get(self.context_tokens, 131072 + 1024 if self.filled else 33792)
 
     def bar(self, policy: str) -> float | None:
-        """Return the least ratio that the policy must reach; None where nothing is asked."""
+        """Return the least ratio that the policy must reach; None if there is no bar."""
         if self.context_tokens <= 1024:
             return 1 / 1.05
         return {"topk": self.topk_bar, "progressive": self.progressive_bar, "dense": self.dense_bar}.get(policy)
@@ -53,14 +53,14 @@ FULL_CASES = (Case("32Kx1-prefill", 32768, topk_bar=2.7, progressive_bar=2.0, ro
 
 @dataclass(slots=True)
 class Samples:
-    """What one side gave in one case with one thread setting, all rounds together."""
+    """The samples of one side in one case with one thread setting, all rounds together."""
 
     tpot_ms: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
 
 
 def select_cases(names: str, full: bool) -> list[Case]:
-    """Return the cases of a comma-separated list, all where it is empty; ValueError for a name that is none."""
+    """Return the cases of a comma-separated list, all if it is empty; ValueError for an unknown name."""
     known = {case.name: case for case in (*CASES, *FULL_CASES)}
     if not names:
         return [*CASES, *(FULL_CASES if full else ())]

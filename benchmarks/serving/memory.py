@@ -1,10 +1,10 @@
-"""Resident memory of the worker after 20 and after 200 requests, ours beside stock vLLM.
+"""Resident memory of the worker after 20 and after 200 requests, ours and stock vLLM's.
 
     python -m benchmarks.serving.memory [--model PATH] [--requests 20,200] [--new-lengths]
 
-The KV cache is small, so that the first requests have touched all of it. The prompts are random, their lengths the
-same every 20 requests: torch's oneDNN keeps code for every number of tokens that it has met, so with ever new lengths
-(--new-lengths, eight requests at once) stock vLLM grows as well. What grows beyond is kept by mistake.
+The KV cache is small, so the first requests touch all of it. The prompts are random, but their lengths repeat every 20
+requests: torch's oneDNN keeps code for every number of tokens that it has met, so with ever new lengths (--new-lengths,
+eight requests at once) stock vLLM grows as well. Any growth beyond that is memory kept by mistake.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _TOKEN_IDS = (3, 200)  # in every vocabulary
 
 
 def worker_of(server: Server) -> psutil.Process:
-    """Return the process that computes for a running server; RuntimeError where there is not exactly one."""
+    """Return the process that computes for a running server; RuntimeError if there is not exactly one."""
     workers = []
     for process in psutil.Process().children(recursive=True):
         title = " ".join(process.cmdline())
@@ -70,7 +70,7 @@ def resident_bytes(server: Server, after: Sequence[int], new_lengths: bool) -> l
 
 
 def main() -> int:
-    """Measure both sides, print the table, keep the result; return 1 where ours grows."""
+    """Measure both sides, print the table, keep the result; return 1 if ours grows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None, type=Path, help="instead of SmolLM2-135M-Instruct")
     parser.add_argument("--policy", default="default", choices=POLICIES)

@@ -15,7 +15,7 @@ _DRAWN = 2**24
 
 
 class QuickFillWorker(vllms.DecodeBenchConnectorWorker):
-    """What fills the memory."""
+    """Fills the memory."""
 
     def _fill_tensor(self, kv_cache: torch.Tensor, fill_mean: float, fill_std: float, fill_dtype: torch.dtype) -> None:
         """Fill a whole tensor, some blocks at a time, all pieces alike."""
@@ -31,7 +31,7 @@ class QuickFillWorker(vllms.DecodeBenchConnectorWorker):
 class DecodeBenchConnector(vllms.DecodeBenchConnector):
     """Fills the KV cache once at start-up, `startup_fill`, instead of computing prompts.
 
-    By this name hybrid_sparse knows that it may write where the KV cache lies.
+    By this name hybrid_sparse knows that the connector writes the KV cache where it lies.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

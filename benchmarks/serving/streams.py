@@ -16,7 +16,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=1800)
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Arrivals of one answer, in seconds since the request was sent, each with the tokens that came in it."""
+    """Arrivals of one answer, in seconds since the request was sent, each with its number of tokens."""
 
     sent_s: float  # on the clock of time.perf_counter
     arrivals: tuple[tuple[float, int], ...]
@@ -33,7 +33,7 @@ def stream_all(
 ) -> list[Stream]:
     """Send all prompts of token ids at once and return their streams, each `max_tokens` long.
 
-    may_end   an end of sequence ends an answer, as its last token, instead of being passed over
+    may_end   an end of sequence ends an answer, as its last token, instead of being ignored
     """
 
     async def run() -> list[Stream]:
@@ -80,7 +80,7 @@ async def _stream(
 
 
 def token_gaps_ms(streams: Sequence[Stream], skipped: int) -> list[float]:
-    """Return the times between output tokens while all streams were decoding, without each stream's first `skipped`."""
+    """Return times between output tokens while all streams decode, without each one's first `skipped` arrivals then."""
     begun_s = max(stream.sent_s + stream.arrivals[0][0] for stream in streams)
     ended_s = min(stream.sent_s + stream.arrivals[-1][0] for stream in streams)
     gaps: list[float] = []

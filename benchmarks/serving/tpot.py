@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving.tpot [--cases 8Kx1,32Kx1] [--policies topk,dense,default] [--full]
 
-Both servers of a pair run at the same time and are asked in turns, one idle while the other works. Times are seen by
-the streaming client. Exits with 1 where a bar is missed.
+Both servers of a pair run at the same time and are asked in turns, so one is idle while the other works. Times are
+those that the streaming client sees. Exits with 1 if a bar is missed.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def say(text: str) -> None:
 
 
 def prompt_source(model: Path) -> Prompts:
-    """Return what makes the prompts of a case for one round: the same each time, different prose every round."""
+    """Return a function that makes a case's prompts for one round: the same each time, other prose every round."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
     def prompts(case: Case, round_: int) -> list[list[int]]:
@@ -86,7 +86,7 @@ def measure_case(pair: dict[str, Server], case: Case, prompts: Prompts, tokens: 
     samples = {side: Samples() for side in SIDES}
     for round_ in range(case.rounds + (0 if case.fresh else 1)):
         asked = prompts(case, round_)
-        filling = not case.fresh and round_ == 0  # the prefix cache, for the rounds to come
+        filling = not case.fresh and round_ == 0  # fills the prefix cache for the rounds to come
         for side in SIDES if round_ % 2 == 0 else reversed(SIDES):
             streams = stream_all(pair[side], asked, tokens + WARM_UP_TOKENS)
             if filling:
@@ -116,7 +116,7 @@ def measure_pair(
     dtype: str,
     kv_cache_dtype: str,
 ) -> dict[str, dict[str, Samples]]:
-    """Start both servers for cases that can share them, measure these, and stop the servers."""
+    """Start both servers for cases that can share them, measure the cases, and stop the servers."""
     args = serve_args(model, cases[0].model_tokens, room_tokens(cases), cases[0].filled, dtype)
     our_options = our_args(settings, kv_cache_dtype)
     if kv_cache_dtype != "auto":
@@ -134,7 +134,7 @@ def measure_pair(
 
 
 def sharing(case: Case) -> tuple[int, bool, tuple[str, ...]]:
-    """Return what cases must have in common to be asked of the same servers."""
+    """Return what cases must have in common to share servers."""
     return case.model_tokens, case.filled, case.threads
 
 
@@ -229,7 +229,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, print the table, keep the result, after each pair of servers; return 1 where a bar is missed."""
+    """Measure, print the table, keep the result, after each pair of servers; return 1 if a bar is missed."""
     options = parse_arguments()
     stop_servers_when_terminated()
     cases = select_cases(options.cases, options.full)

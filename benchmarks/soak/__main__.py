@@ -1,12 +1,12 @@
-"""Mixed load on one server for an hour: right answers, aborts, mistakes, random requests, and what is left of them.
+"""Mixed load on one server for an hour: right answers, aborts, mistakes, random requests, and what they leave behind.
 
     python -m benchmarks.soak [--minutes 60] [--model PATH] [--settings JSON] [--threads all]
 
-SmolLM2-135M-Instruct in float32, by default with the backend's default settings, prefix caching. First every prompt is
-served alone, which gives the answers that all later ones must equal. Then clients ask these prompts again, break off,
+The server has SmolLM2-135M-Instruct in float32 with prefix caching, by default with the backend's default settings.
+First every prompt is served alone; all later answers must equal these. Then clients ask these prompts again, break off,
 leave, make mistakes and send random requests. Every so often the load stops and the server is looked at: at rest all
-its KV pages must be free, and from minute 10 on its threads, files and memory may not grow. Nothing is judged by how
-long it took, and time in which the whole process tree is stopped does not count. Exits with 1 where a rule is broken.
+its KV pages must be free, and from minute 10 on its threads, files and memory must not grow. Nothing is judged by how
+long it took, and time in which the whole process tree is stopped does not count. Exits with 1 if a rule is broken.
 """
 
 import argparse
@@ -38,9 +38,9 @@ from vllm_hybrid_sparse.memory.heap import IDLE_S
 MODEL_TOKENS = 2048
 SERVED_NAME = "soaked"
 AT_ONCE = 6  # requests that the server takes at a time
-START_TIMEOUT_S = 3600.0  # of a process tree that may be stopped in between
-_ANSWER_TOKENS = 96  # of which those before the first close decision are kept
-_REST_S = 120.0  # awake seconds in which the server must have put away what was broken off
+START_TIMEOUT_S = 3600.0  # long, since the process tree may be stopped in between
+_ANSWER_TOKENS = 96  # those before the first close decision are kept
+_REST_S = 120.0  # awake seconds that the server has to clean up after requests that were broken off
 _POLL_S = 0.5
 _TIDY_S = 2 * IDLE_S + 5.0  # until its worker has given free memory back
 
@@ -51,10 +51,10 @@ def say(line: str) -> None:
 
 
 def make_server(model: Path, settings: Mapping[str, Any], threads: str, log_path: Path) -> Server:
-    """Return the server, not started: room for all requests that it takes at a time, so that none is preempted.
+    """Return the server, not started; it has room for all requests that it takes at a time, so none is preempted.
 
-    A resumed request computes the keys of its own answer again, exactly; under a policy that is not exact the answer
-    may go on otherwise.
+    A resumed request computes the keys of its own answer again, exactly. Under a policy that is not exact, the answer
+    may then go on differently.
     """
     kv_bytes = (AT_ONCE + 1) * MODEL_TOKENS * read_shape(model).token_bytes(4) * 1.1  # summaries are a tenth at most
     args = [
@@ -72,7 +72,7 @@ def make_server(model: Path, settings: Mapping[str, Any], threads: str, log_path
 
 @dataclass(slots=True)
 class Seen:
-    """What a soak has seen so far. Kept after each look, so that one that is cut off is not lost."""
+    """What a soak has seen so far; saved after each look, so that a soak that is cut off is not lost."""
 
     known: list[Known] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Seen:
     path: Path | None = None
 
     def judged(self, options: argparse.Namespace) -> list[Rule]:
-        """Return the rules; there must have been two looks."""
+        """Return the rules; needs two looks."""
         shape = read_shape(options.model)
         asked_s, after_s = options.minutes * 60, options.settled * 60
         return list(
@@ -88,7 +88,7 @@ class Seen:
         )
 
     def keep(self, options: argparse.Namespace) -> None:
-        """Write the result, over the one of the look before."""
+        """Write the result over that of the previous look."""
         content: dict[str, object] = {
             "model": options.model.name,
             "settings": options.settings,
@@ -103,7 +103,7 @@ class Seen:
 
 
 async def serve_alone(talk: Talk, prompts: Sequence[tuple[int, ...]], clock: AwakeClock) -> list[Known]:
-    """Return the prompts with clear answers, each asked while nothing else runs and nothing of it is cached."""
+    """Return the prompts with clear answers, each asked while nothing else runs and no part of it is cached."""
     known = []
     for number, prompt in enumerate(prompts):
         body = talk.greedy(prompt, _ANSWER_TOKENS, logprobs=2, cache_salt=f"alone {number}")
@@ -118,7 +118,7 @@ async def serve_alone(talk: Talk, prompts: Sequence[tuple[int, ...]], clock: Awa
 
 
 async def at_rest(talk: Talk, clock: AwakeClock, begun_s: float) -> Reading:
-    """Look at a server that nobody asks, once it has put away what was broken off, or after `_REST_S`."""
+    """Look at a server without load, once it has cleaned up what was broken off, or after `_REST_S`."""
     end_s = clock.awake_s + _REST_S
     while True:
         counters = read_counters(await talk.exposition())
@@ -129,7 +129,7 @@ async def at_rest(talk: Talk, clock: AwakeClock, begun_s: float) -> Reading:
 
 
 async def soak(server: Server, options: argparse.Namespace, seen: Seen) -> None:
-    """Serve every prompt alone, then put the load on; `seen` is kept after each look at the server."""
+    """Serve every prompt alone, then put the load on; `seen` is saved after each look at the server."""
     root, clock = server.base_url.removesuffix("/v1"), AwakeClock()
     async with new_session() as http:
         ticking = asyncio.create_task(clock.run())
@@ -185,7 +185,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the soak, print the rules, keep the result; return 1 where one is broken."""
+    """Run the soak, print the rules, keep the result; return 1 if one is broken."""
     options = parse_arguments()
     stop_servers_when_terminated()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:

@@ -5,14 +5,14 @@ from collections.abc import Coroutine
 from typing import TypeVar
 
 _TICK_S = 0.5
-_LONGEST_TICK_S = 2.0  # what a tick may count for on a busy machine
+_LONGEST_TICK_S = 2.0  # the most that one tick may count on a busy machine
 
 
 T = TypeVar("T")
 
 
 class AwakeClock:
-    """Seconds in which this process ran. One that is stopped together with its server must not find it late.
+    """Counts the seconds in which this process ran: if it is stopped with its server, the server must not seem late.
 
     Written by `run` alone.
     """
@@ -31,7 +31,7 @@ class AwakeClock:
             last_s = at_s
 
     async def within(self, limit_s: float, work: Coroutine[None, None, T]) -> T:
-        """Return the result of `work`; TimeoutError, and `work` cancelled, where `limit_s` awake seconds do not do."""
+        """Return the result of `work`; after `limit_s` awake seconds, cancel it and raise TimeoutError."""
         task, end_s = asyncio.ensure_future(work), self.awake_s + limit_s
         try:
             while not task.done():

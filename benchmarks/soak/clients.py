@@ -1,4 +1,4 @@
-"""What the clients of a soak do, and what is counted of it."""
+"""What the clients of a soak do, and the counts of what came of it."""
 
 import asyncio
 import random
@@ -17,10 +17,10 @@ from benchmarks.soak.wrong_requests import Wrong, random_request
 from vllm_hybrid_sparse.load.sse import StreamError
 
 PATIENCE_S = 600.0  # awake seconds for an answer that must come
-_RANDOM_PATIENCE_S = 30.0  # for what a random request may bring
+_RANDOM_PATIENCE_S = 30.0  # for the reply to a random request
 _HANG_UP_S = 1.5  # longest wait of a client that leaves before its answer
 _LONG_TOKENS = 160  # of answers that are broken off
-_MOST_KEPT = 50  # mishaps of which the details are kept
+_MOST_KEPT = 50  # mishaps whose details are kept
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Tally:
 
 
 class Clients:
-    """Everything that is asked of the server under load."""
+    """Everything that the server is asked under load."""
 
     def __init__(
         self, talk: Talk, root: str, known: Sequence[Known], wrong: Sequence[Wrong], clock: AwakeClock, tally: Tally
@@ -110,7 +110,7 @@ class Clients:
         self._tally.counts["left early"] += 1
 
     async def make_a_mistake(self, rng: random.Random) -> None:
-        """Send a request of a known mistake, which must get one of the right statuses."""
+        """Send a request with a known mistake, which must get one of the right statuses."""
         wrong = rng.choice(self._wrong)
         reply = await self._answered(self._talk.raw(wrong))
         if reply is not None and reply.status not in wrong.right:
@@ -118,7 +118,7 @@ class Clients:
         self._tally.counts["mistakes"] += 1
 
     async def send_anything(self, rng: random.Random) -> None:
-        """Send a random request; whatever it brings, the server goes on."""
+        """Send a random request; whatever comes back, the server must go on."""
         body = random_request(self._talk.model, rng)
         self._tally.counts["random"] += 1
         try:
@@ -144,7 +144,7 @@ class Clients:
             self._tally.counts["sampled"] += 1
 
     async def _answered(self, work: Any) -> Reply | None:
-        """Return the reply to a request that must have one; None where none came, which is counted."""
+        """Return the reply to a request that must have one; None if none came, which is counted."""
         try:
             return await self._clock.within(PATIENCE_S, work)
         except (aiohttp.ClientError, OSError, StreamError) as error:

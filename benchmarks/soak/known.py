@@ -1,4 +1,4 @@
-"""Prompts whose greedy answers are known, since each was served alone before the load begins."""
+"""Prompts whose greedy answers are known, because each is served alone before the load begins."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -9,14 +9,15 @@ from tokenizers import Tokenizer
 
 from vllm_hybrid_sparse.cli.prose import prose
 
-# A closer decision is not asked for again. Beside other requests a matrix product may add up in another order, which
-# changes float32 by 1e-6; where that takes a page more or less (policies below 100 %), logits move by far more.
+# Closer decisions are not asked for again. Next to other requests a matrix product may add up in another order, which
+# changes float32 by 1e-6. If that selects a page more or less (policies below 100 %), logits move by far more.
 LEAST_MARGIN = 0.1  # log-probability of the best token less that of the second
 LEAST_TOKENS = 4  # a known answer that is shorter says little
 
 _DOCUMENT_TOKENS = (300, 560, 900, 1400)
 _ENDINGS = 4  # prompts that share a document, and so its blocks in the prefix cache
-_EDGES = (1, 15, 16, 17, 127, 128, 129, 256, 257, 385)  # around pages, blocks, retained sets and hits of all but one
+# Lengths around pages, blocks and retained sets, and with prefix hits of all tokens but one.
+_EDGES = (1, 15, 16, 17, 127, 128, 129, 256, 257, 385)
 _SHORT = 12  # further prompts of 20 to 500 tokens
 
 
@@ -29,7 +30,7 @@ class Known:
 
 
 def candidates(model: Path, seed: int) -> list[tuple[int, ...]]:
-    """Return prompts of token ids, of which `firm` keeps those with clear answers; the same for the same seed."""
+    """Return prompts of token ids, the same for the same seed; `firm` later keeps those with clear answers."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     rng = random.Random(seed)
 
@@ -44,13 +45,13 @@ def candidates(model: Path, seed: int) -> list[tuple[int, ...]]:
 
 
 def firm(token_ids: Sequence[int], margins: Sequence[float]) -> tuple[int, ...]:
-    """Return the tokens before the first whose decision was close; empty where too few are left."""
+    """Return the tokens before the first whose decision was close; empty if too few are left."""
     kept = next((place for place, margin in enumerate(margins) if margin < LEAST_MARGIN), len(margins))
     return tuple(token_ids[:kept]) if kept >= LEAST_TOKENS else ()
 
 
 def margins(top_logprobs: Sequence[dict[str, float]]) -> Iterator[float]:
-    """Yield how far the best token was from the second, 0 where both have the same text."""
+    """Yield how far the best token was from the second, 0 if both have the same text."""
     for step in top_logprobs:
         best = sorted(step.values(), reverse=True)
         yield best[0] - best[1] if len(best) > 1 else 0.0

@@ -28,7 +28,7 @@ COUNTERS = (
     f"{_PREFIX}packed_bytes",
     f"{_PREFIX}host_kv_bytes",
 )
-IDLE = COUNTERS[:3]  # which are 0 where nothing runs
+IDLE = COUNTERS[:3]  # these are 0 if nothing runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,5 +78,5 @@ def read_processes() -> dict[str, Process]:
 
 
 def read_counters(exposition: str) -> dict[str, float]:
-    """Return the counters of an exposition that are judged; those it lacks are left out."""
+    """Return the counters of an exposition that are judged; missing ones are left out."""
     return {name: value for name in COUNTERS if (value := total(exposition, name)) is not None}

@@ -21,8 +21,8 @@ class Reply:
 
     status: int
     token_ids: tuple[int, ...] = ()
-    margins: tuple[float, ...] = ()  # where log-probabilities were asked for
-    text: str = ""  # the body of what is no answer, cut
+    margins: tuple[float, ...] = ()  # if log-probabilities were asked for
+    text: str = ""  # the beginning of a body that is not an answer
 
 
 class Talk:

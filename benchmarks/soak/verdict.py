@@ -30,7 +30,7 @@ def rules(
 
     asked_s       how long the load should last
     after_s       when the server counts as settled
-    heads         layers times KV heads: choices of what to read that a decode row takes
+    heads         layers times KV heads: how often a decode row chooses what to read
     tokens_seen   tokens that clients were given
     """
     lasted_s = readings[-1].awake_s

@@ -7,7 +7,7 @@ from typing import Any
 
 COMPLETIONS = "/v1/completions"
 REFUSED = frozenset({400, 422})
-_LONGEST_TOKENS = 32  # that a random request may ask for: what it costs is not the point
+_LONGEST_TOKENS = 32  # the most that a random request may ask for: its cost is not the point
 
 Body = dict[str, Any]
 

@@ -1,1 +1,1 @@
-"""What the device pool and the loader do with real traces."""
+"""How the device pool and the loader do on real traces."""

@@ -1,11 +1,11 @@
-"""What a device pool gains by admitting requests by their working sets, on what SmolLM2 reads of a text.
+"""What a device pool gains if requests are admitted by their working sets, for the pages that SmolLM2 reads of a text.
 
     python -m benchmarks.tiers.admission --text PATH [--lengths 1024,2048,3072] [--requests 8] [--steps 24]
 
-Windows of the text, their lengths in turns, are decoded by the shipped kernels as `pool_hit_rate` does it; then all
-requests wait at one time and are served through the shipped pool, those at the head of the queue joining as far as the
-rule lets them. A request's own first step, which finds nothing under any rule, is not counted. Pool sizes are shares of
-all KV pages of the requests.
+The shipped kernels decode windows of the text, with the lengths in turn, as in `pool_hit_rate`. Then all requests wait
+from the start and are served through the shipped pool; those at the head of the queue join as far as the rule lets
+them. A request's first step finds nothing under any rule and is not counted. Pool sizes are shares of all KV pages of
+the requests.
 """
 
 import argparse
@@ -33,17 +33,17 @@ EVICTIONS = ("cyclic", "lru")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What serving some requests took."""
+    """What it took to serve some requests."""
 
     steps: int
-    requests_at_once: float  # the mean over steps
-    tokens: int  # decoded, but for each request's first
-    wanted_pages: int  # for these
+    requests_at_once: float  # mean over steps
+    tokens: int  # decoded, without each request's first
+    wanted_pages: int  # for these tokens
     hit_pages: int
 
     @property
     def hit_rate(self) -> float:
-        """Share of the pages that were there."""
+        """Share of the wanted pages that were in the pool."""
         return self.hit_pages / self.wanted_pages if self.wanted_pages else float("nan")
 
     @property
@@ -55,9 +55,9 @@ class Served:
 def serve(
     traces: Sequence[Trace], lengths: Sequence[int], shape: PoolShape, microbatch_pages: int, rule: Admission | None
 ) -> Served:
-    """Serve the requests of some traces, which have `lengths` tokens in the end; without a rule all run at once."""
+    """Serve the requests of some traces, `lengths` tokens long at the end; without a rule all run at once."""
     pool, apart = DevicePool(shape), pages_apart(traces)
-    waiting, running = deque(range(len(traces))), dict[int, int]()  # and the step that each comes to next
+    waiting, running = deque(range(len(traces))), dict[int, int]()  # running: each request and its next step
     steps = rows = tokens = wanted = hits = 0
     while waiting or running:
         while waiting and (rule is None or rule.admits([lengths[request] for request in running], lengths[waiting[0]])):

@@ -1,12 +1,13 @@
-"""One pool for all layers against an equal split, and orders of eviction, on what SmolLM2 reads of a text.
+"""One pool for all layers against an equal split, and orders of eviction, for the pages that SmolLM2 reads of a text.
 
     python -m benchmarks.tiers.pool_hit_rate --text PATH [--requests 4] [--tokens 4096] [--steps 48]
 
-Windows of the text are decoded one after another by the shipped kernels inside Transformers, in float32, the true token
-fed whatever the model says; what each step reads is noted and then replayed, all requests side by side, through the
-shipped device pool, and through the directory of a device that ranks by itself (`directory`: the slots read longest
-ago go, and none that was read in the last step). Shares are of all KV pages of the requests; the first step, which
-fills the pool, is not counted, and the second half of the steps also by itself: the directory gives few slots a step.
+The shipped kernels decode windows of the text one after another inside Transformers, in float32; the true token is fed
+whatever the model says. The pages that each step reads are noted and then replayed, with all requests side by side,
+through the shipped device pool, and through the directory of a device that ranks by itself (`directory`: the slots read
+longest ago go first, and none that was read in the last step). Shares are of all KV pages of the requests. The first
+step fills the pool and is not counted. The second half of the steps is also counted by itself, because the directory
+gives out few slots a step.
 """
 
 import argparse

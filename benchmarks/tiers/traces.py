@@ -1,4 +1,4 @@
-"""Which pages a model's decode steps read, and what a device pool makes of them."""
+"""Which pages a model's decode steps read, and how a device pool serves them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,24 +32,24 @@ class PoolUse:
     wanted_pages: int
     hit_pages: int
     evicted_pages: int
-    late_wanted_pages: int = 0  # of them, those of the second half of the steps
+    late_wanted_pages: int = 0  # those of the second half of the steps
     late_hit_pages: int = 0
 
     @property
     def hit_rate(self) -> float:
-        """Share of the pages that were there."""
+        """Share of the wanted pages that were in the pool."""
         return self.hit_pages / self.wanted_pages if self.wanted_pages else float("nan")
 
     @property
     def late_hit_rate(self) -> float:
-        """The same of the second half of the steps."""
+        """The same for the second half of the steps."""
         return self.late_hit_pages / self.late_wanted_pages if self.late_wanted_pages else float("nan")
 
 
 def record(prefill: Prefill, decoded: torch.Tensor, settings: HybridSparseConfig) -> Trace:
-    """Decode some tokens, the true one fed whatever the model says, and note what each step reads.
+    """Decode some tokens, feeding the true one whatever the model says, and note what each step reads.
 
-    prefill   of all before `decoded`
+    prefill   of everything before `decoded`
     decoded   [steps] int64
     """
     trace: Trace = []
@@ -77,7 +77,7 @@ def model_and_tokens(text: Path) -> tuple[PreTrainedModel, torch.Tensor]:
 def record_windows(
     model: PreTrainedModel, windows: Sequence[torch.Tensor], steps: int, policies: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, list[Trace]]:
-    """Record the last tokens of some windows under each policy, from one prefill a window.
+    """Record the last tokens of some windows under each policy, from one prefill per window.
 
     windows    [tokens] int64 each, more than `steps`
     policies   settings by the policy's name
@@ -91,16 +91,16 @@ def record_windows(
 
 
 def pages_apart(traces: Sequence[Trace]) -> int:
-    """What to multiply a request's number by, so that pages of different requests differ."""
+    """The factor for a request's number that makes pages of different requests differ."""
     return 1 + max(page for trace in traces for step in trace for layer in step for head in layer for page in head)
 
 
 def read_pages(
     pool: DevicePool, layer: int, first_page: int, heads: Sequence[Sequence[int]], microbatch_pages: int
 ) -> tuple[int, int]:
-    """What one request's step reads in a layer, a microbatch of a group pinned at a time: (pages, those found).
+    """Read a layer's pages for one request's step, pinning one microbatch of a group at a time: (pages, those found).
 
-    first_page   what is added to the numbers of the request's pages
+    first_page   added to the numbers of the request's pages
     """
     wanted = found = 0
     for head, pages in enumerate(heads):
@@ -119,7 +119,7 @@ def read_pages(
 def replay(traces: Sequence[Trace], shape: PoolShape, microbatch_pages: int) -> PoolUse:
     """Serve the requests of some traces side by side, layer after layer, from one pool.
 
-    A microbatch of a group is pinned at a time. Raises CapacityError where the pool does not hold one.
+    One microbatch of a group is pinned at a time. Raises CapacityError if the pool cannot hold one.
     """
     pool = DevicePool(shape)
     apart = pages_apart(traces)
@@ -142,7 +142,7 @@ def replay(traces: Sequence[Trace], shape: PoolShape, microbatch_pages: int) -> 
 
 
 def _use(counts: Sequence[NDArray[np.int64]], evicted_pages: int) -> PoolUse:
-    """counts: of each step, pages that were wanted and those that were found."""
+    """counts: for each step, the pages that were wanted and those that were found."""
     wanted, hits = np.sum(counts[1:], axis=0).tolist()
     late_wanted, late_hits = np.sum(counts[len(counts) // 2 :], axis=0).tolist()
     return PoolUse(
@@ -155,9 +155,9 @@ def _use(counts: Sequence[NDArray[np.int64]], evicted_pages: int) -> PoolUse:
 
 
 def replay_directory(traces: Sequence[Trace], capacity_pages: int) -> PoolUse:
-    """The same from slots of which the device's own directory says what they hold, all requests in one look.
+    """The same with slots that the device's own directory manages, all requests in one look-up.
 
-    Every page counts as full. Evictions are counted as slots that no longer hold what they did a step before.
+    Every page counts as full. An eviction is a slot that no longer holds what it did a step before.
     """
     layers, kv_heads = len(traces[0][0]), len(traces[0][0][0])
     apart, rows = pages_apart(traces), len(traces)
@@ -189,7 +189,7 @@ def replay_directory(traces: Sequence[Trace], capacity_pages: int) -> PoolUse:
 
 
 def layer_pages(traces: Sequence[Trace]) -> list[float]:
-    """Pages that a step reads in each layer, the mean over steps, all requests and KV heads together."""
+    """Pages that a step reads in each layer: mean over steps, all requests and KV heads together."""
     layers = len(traces[0][0])
     steps = len(traces[0])
     return [

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes an offline GPU machine ready, from what make_bundle.sh packed:
+# Makes an offline GPU machine ready with what make_bundle.sh packed:
 #
 #   deploy/gpu/bootstrap.sh BUNDLE && . /tmp/site/env.sh && make gpu-check GPU_PYTHON=python3
 #
-# Unpacks every BUNDLE/site*.tar.xz, installs this project from BUNDLE's wheel (without one its native core is compiled),
-# and writes /tmp/site/env.sh. Without a bundle the project alone is made ready: its kernels' tests and benchmarks need no
-# vLLM. DEST is /tmp unless it is set.
+# Unpacks every BUNDLE/site*.tar.xz, installs this project from BUNDLE's wheel (without one it compiles the native core),
+# and writes /tmp/site/env.sh. Without a bundle it makes only the project ready: the tests and benchmarks of the kernels
+# need no vLLM. DEST is /tmp unless it is set.
 set -euo pipefail
 readonly ROOT=$(cd "$(dirname "$0")/../.." && pwd)
 readonly DEST=${DEST:-/tmp}
@@ -28,8 +28,8 @@ unpack_all() {
   for pid in "${pids[@]}"; do wait "$pid"; done
 }
 
-# The project itself: vLLM finds it by its .dist-info in SITE, and the checkout runs with the same native core. What SITE
-# has of it is a link to the checkout, which may have changed since the wheel was made.
+# The project itself: vLLM finds it by its .dist-info in SITE, and the checkout runs with the same native core. The package
+# in SITE is a link to the checkout, which may have changed since the wheel was made.
 install_project() {
   local wheel
   wheel=$(find "${1:-/nonexistent}" -name 'vllm_hybrid_sparse-*.whl' 2>/dev/null | head -1)
@@ -53,6 +53,6 @@ mkdir -p "$SITE"
 if [[ $# -gt 0 ]]; then unpack_all "$1"; fi
 echo "bootstrap: unpacked after $SECONDS s"
 install_project "$@"
-"$PYTHON" -m compileall -q -j 0 "$SITE" "$DEST/site_fi" >/dev/null 2>&1 || true # else each of the processes that start at once does it
+"$PYTHON" -m compileall -q -j 0 "$SITE" "$DEST/site_fi" >/dev/null 2>&1 || true # else every process that starts at the same time does it
 write_environment
 echo "bootstrap: ready after $SECONDS s; now: . $SITE/env.sh"

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Runs parts of the GPU check side by side, for a machine that is lent for minutes:
+# Runs parts of the GPU check side by side, on a machine that is lent for minutes:
 #
 #   deploy/gpu/bootstrap.sh BUNDLE && . /tmp/site/env.sh && deploy/gpu/lease.sh SECONDS OUT PART…
 #
-#   answers   gpu_serving's cases of graphs, which compile longest
+#   answers   gpu_serving's cases with graphs, which compile longest
 #   exact     all other cases, in float32
-#   fits      gpu_timing where everything fits, at Llama-3.1-8B's 32 layers: resident rows beside FLASH_ATTN
-#   cut       gpu_timing at a device budget that contexts do not fit, 8 layers, 32K and 128K tokens
+#   fits      gpu_timing with everything on the device, at Llama-3.1-8B's 32 layers: resident rows against FLASH_ATTN
+#   cut       gpu_timing with a device budget that the contexts exceed, 8 layers, 32K and 128K tokens
 #   tests     the kernels' tests
-#   kernels   the kernels' benchmark; alone, since what runs beside it would be timed too
+#   kernels   the kernels' benchmark; run it alone, since anything at the same time would be timed too
 #
-# After SECONDS all of them are ended, and OUT/logs.tgz has what they said and had measured until then. The sides of
-# `fits` and `cut` start at once and are timed in turns, and not before `answers` and `exact` have ended.
+# After SECONDS all parts are ended, and OUT/logs.tgz has their output and what they measured until then. The sides of
+# `fits` and `cut` start at once, and are timed in turns after all other parts have ended.
 set -euo pipefail
 [[ $# -ge 3 ]] || { echo "usage: lease.sh SECONDS OUT PART…" >&2; exit 2; }
 readonly ENDS=$((SECONDS + $1)) OUT=$(realpath -m "$2")
@@ -64,7 +64,7 @@ part() {
   esac
 }
 
-# The sides that are timed wait for the lock that this shell holds while the others run.
+# The timed sides wait for the lock, which this shell holds while the other parts run.
 exec 9>>"$LOGS/turn"
 flock 9
 timed=() first=()

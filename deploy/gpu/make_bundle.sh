@@ -6,16 +6,17 @@
 #   OUT/main         vLLM's Python and its sm_90 operators, FlashAttention 3, the packages that the machine lacks (pins.txt)
 #                    and FlashInfer with merge_state compiled ahead, and a wheel of this project; 55 MiB
 #   OUT/extra_cfat   vLLM's operators untouched, in case the thinned ones fail to load
-#   OUT/extra_moe    the thinned operators of mixtures of experts
+#   OUT/extra_moe    the thinned operators for mixtures of experts
 #
 # Needs Python 3.12 with pip (PY312 names it), PyPI, gcc, xz and unzip; nvcc 13.0 (CUDA_HOME) for merge_state. Downloads
-# and what was compiled stay in WORK. On the GPU machine: deploy/gpu/bootstrap.sh OUT/main.
+# and compiled files stay in WORK. On the GPU machine: deploy/gpu/bootstrap.sh OUT/main.
 set -euo pipefail
 readonly HERE=$(cd "$(dirname "$0")" && pwd)
 [[ $# -eq 1 ]] || { echo "usage: make_bundle.sh OUT" >&2; exit 2; }
 readonly OUT=$(realpath -m "$1")
 readonly WORK=${WORK:-${TMPDIR:-/tmp}/gpu-bundle}
-readonly VLLM=${VLLM_VERSION:-0.32.0} FLASHINFER=${FLASHINFER_VERSION:-0.7.0.post1}
+. "$HERE/../versions.sh"
+readonly VLLM=$VLLM_VERSION FLASHINFER=${FLASHINFER_VERSION:-0.7.0.post1}
 readonly CUDA=${CUDA_HOME:-/usr/local/cuda}
 readonly STAGE=$WORK/stage
 readonly PY=${PY312:-python3.12}
@@ -37,7 +38,7 @@ stage_vllm() {
   say "vLLM"
   local libraries=$WORK/libraries wheel
   wheel=$(ls "$WORK"/big/vllm-"$VLLM"-*.whl)
-  # Left out: FlashAttention 2, which has no sm_90 code, and what only other models need.
+  # Leave out FlashAttention 2, which has no sm_90 code, and what only other models need.
   unzip -q -d "$STAGE/core" "$wheel" -x '*_vllm_fa2_C*' '*_vllm_fa3_C*' '*_C_stable_libtorch*' 'vllm/_flashmla*' \
     'vllm/_flashkda*' 'vllm/_deepselect*' 'vllm/_qutlass*' 'vllm/vllm-rs' 'vllm/third_party/deep_gemm/*' \
     'vllm/third_party/fmha_sm100/*' 'vllm/third_party/tml_fa4/*'
@@ -54,7 +55,7 @@ stage_vllm() {
 stage_packages() {
   say "packages that the GPU machine lacks"
   without_warnings "$PY" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$STAGE/deps" "$WORK"/wheels/*.whl
-  # Voices, locales and clients, which a text model never imports.
+  # Remove voices, locales and clients, which a text model never imports.
   (
     cd "$STAGE/deps"
     rm -rf bin mistral_common/data pycountry pycountry-* anthropic anthropic-* cryptography cryptography-* supervisor \
@@ -63,7 +64,7 @@ stage_packages() {
   )
 }
 
-# FlashInfer would compile merge_state at its first call; its own sources are compiled here instead, for sm_90a.
+# FlashInfer would compile merge_state at its first call. Here its sources are compiled ahead, for sm_90a.
 compile_merge_state() {
   local data=$WORK/flashinfer/flashinfer/data source python_include
   python_include=$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
@@ -76,7 +77,7 @@ compile_merge_state() {
     -DFLASHINFER_ENABLE_FP4_E2M1 -std=c++17 -use_fast_math -Xfatbin=-compress-all -DFLASHINFER_ENABLE_F16
     -DFLASHINFER_ENABLE_BF16 -DFLASHINFER_ENABLE_FP8_E4M3 -DFLASHINFER_ENABLE_FP8_E5M2 -DNDEBUG -O3
   )
-  # The driver's library is not on a machine without a GPU: an empty one of its name satisfies the linker.
+  # A machine without a GPU lacks the driver's library: an empty one of the same name satisfies the linker.
   mkdir -p "$WORK/stubs"
   echo 'int cuGetErrorString(){return 0;}' | gcc -w -xc - -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$WORK/stubs/libcuda.so"
   for source in cascade flashinfer_cascade_binding; do
@@ -92,7 +93,7 @@ stage_flashinfer() {
   unzip -q -d "$WORK/flashinfer" "$WORK"/big/flashinfer_python-"$FLASHINFER"-*.whl
   [[ -f $WORK/cascade.so ]] || compile_merge_state
   cp -r "$WORK"/flashinfer/flashinfer "$WORK"/flashinfer/flashinfer_python-*.dist-info "$STAGE/fi/"
-  # Of 170 MB of sources only those stay that compiling merge_state anew would need.
+  # Of 170 MB of sources, keep only those that are needed to compile merge_state again.
   (
     cd "$STAGE/fi/flashinfer/data"
     rm -rf cutlass
@@ -104,10 +105,11 @@ stage_flashinfer() {
   )
 }
 
-# A dictionary as large as the largest part: a tenth smaller than xz's own choice, which would not fit beside a checkout.
+# The dictionary is as large as the largest part. The archives are a tenth smaller than with xz's own choice, which would
+# not fit next to a checkout.
 pack() { tar -C "$STAGE/$1" --sort=name --owner=0 --group=0 -cf - . | xz --lzma2=preset=9e,dict=192MiB >"$2"; }
 
-# The project itself, its native core compiled for Python 3.12, so that no lent minute goes into compiling it.
+# The project itself, with its native core compiled for Python 3.12, so that the loan spends no time on compiling it.
 pack_project() { without_warnings "$PY" -m pip wheel -q --no-deps -w "$1" "$HERE/../.."; }
 
 rm -rf "$STAGE"
@@ -119,13 +121,15 @@ stage_flashinfer
 say "packing"
 rm -f "$OUT"/main/* "$OUT"/extra_cfat/* "$OUT"/extra_moe/*
 pack c "$OUT/main/site.c.tar.xz" &
+beside=$! # waited for by its id, since a plain `wait` returns 0 whatever happened
 pack core "$OUT/main/site.vllm.tar.xz"
 pack deps "$OUT/main/site.deps.tar.xz"
 pack fi "$OUT/main/site_fi.flashinfer.tar.xz"
-wait
+wait "$beside"
 pack fa3 "$OUT/main/site.fa3.tar.xz" &
+beside=$!
 pack moe "$OUT/extra_moe/site.moe.tar.xz"
 pack cfat "$OUT/extra_cfat/site.cfat.tar.xz"
-wait
+wait "$beside"
 pack_project "$OUT/main"
 for folder in main extra_cfat extra_moe; do say "$folder: $(du -sh "$OUT/$folder" | cut -f1)"; done

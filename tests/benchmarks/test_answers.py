@@ -1,4 +1,4 @@
-"""Answers decoded from one prefill are those of a run of their own."""
+"""Answers decoded from a shared prefill equal those of separate runs."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def ids() -> torch.Tensor:
 
 @torch.inference_mode()
 def greedy(selection: str, count: int) -> list[int]:
-    """The same without sharing anything."""
+    """The answer of a run that shares nothing."""
     model, cache, said = tiny_model(), DynamicCache(), []
     with open_decoding(model, "full", max_tokens=1000):
         model(ids()[None, :-1], past_key_values=cache)
@@ -42,7 +42,7 @@ def test_one_prefill_serves_selections_one_after_another() -> None:
         said = answer(prefill, selection, full.token_ids, LIMIT, set())
         assert said.token_ids == greedy(selection, LIMIT)
         assert len(said.along) == LIMIT
-        assert len(said.record.kept) == LIMIT * 2 * 2  # steps along the answer, layers, KV heads; not those after
+        assert len(said.record.kept) == LIMIT * 2 * 2  # steps along the answer, layers, KV heads; no later steps
         differ += said.token_ids != full.token_ids
     assert differ >= 2
 
@@ -62,7 +62,7 @@ def test_hgca_answers_from_a_shared_prefill_as_from_one_of_its_own(monkeypatch: 
     full = answer(prefill, "full", None, LIMIT, set()).token_ids
     said = answer(prefill, "hgca", full, LIMIT, set())
     assert said.token_ids == own != full
-    assert len(said.record.kept) == LIMIT * 2 * 2  # neither the rows that judge nor what was decoded again
+    assert len(said.record.kept) == LIMIT * 2 * 2  # without the rows that judge and the steps decoded again
     assert 0 < said.stats.pages_read < said.stats.pages_total
 
 

@@ -1,4 +1,4 @@
-"""The baseline of fixed budgets reads the same share of the blocks for every head, and the union of a group's heads."""
+"""With fixed budgets (a baseline) every head selects the same share of the blocks, and a group reads the union."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The stages of gpu-check: each by itself, whatever becomes of the others."""
+"""The stages of gpu-check: each runs by itself, whatever happens to the others."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ def parent_of(child: str) -> str:
 
 
 def check_ended(alive: Path) -> None:
-    """That what touched a file did, and does so no more."""
+    """Check that the file was touched, and is not touched any more."""
     assert alive.exists()
     alive.unlink()
     time.sleep(0.5)
@@ -58,7 +58,7 @@ def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
 
 
 def test_a_stage_ends_the_groups_that_it_has_made_itself(tmp_path: Path) -> None:
-    """As `gpu_timing` does, whose sides are stages of its own."""
+    """`gpu_timing` makes such groups: its sides are stages of its own."""
     alive = tmp_path / "alive"
     script = (
         "import pathlib, signal, sys; from benchmarks.gpu_check import Stage, run_stage\n"
@@ -106,14 +106,14 @@ def test_a_failure_stops_no_other_stage_and_the_summary_has_them_all(tmp_path: P
 
 
 def test_the_summary_is_there_while_a_later_stage_still_runs(tmp_path: Path) -> None:
-    """A run that is cut off leaves what it has."""
+    """A run that is cut off leaves the results it has."""
     look = f"import json; print(len(json.load(open({str(tmp_path / 'summary.json')!r}))['stages']))"
     outcomes = run_all([python("first", ""), python("second", look)], tmp_path, {}, lambda _text: None)
     assert outcomes[1].last_line == "1"
 
 
 def test_what_runs_is_killed_and_nothing_more_begins_where_the_block_is_left(tmp_path: Path) -> None:
-    """With its children: one that stayed would have a GPU's memory."""
+    """Its children are killed, too: one that stayed would hold the GPU's memory."""
     alive, outcomes = tmp_path / "alive", []
 
     def leave() -> None:

@@ -35,7 +35,7 @@ def answer(*tokens: int, off: float = 0.0) -> list[Any]:
         (answer(4, 4, off=0.25), Verdict(1, 0.25, 0.0, "")),
         (answer(4, 5), Verdict(0, 0.0, 0.1, "")),
         (answer(6, 4), Verdict(0, 0.0, 2.9, "")),
-        ([*answer(5), *answer(4, off=7.0)], Verdict(0, 0.0, 0.1, "")),  # what follows another token is another text
+        ([*answer(5), *answer(4, off=7.0)], Verdict(0, 0.0, 0.1, "")),  # after a different token the texts differ
         (answer(7, 4), Verdict(0, 0.0, math.inf, "request 0, place 0: token 7 is none of the 5 most likely")),
     ],
 )

@@ -1,4 +1,4 @@
-"""What `gpu_timing` makes of the moments at which tokens came, and of the sides' rounds."""
+"""What `gpu_timing` computes from the times at which tokens came, and from the sides' rounds."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from vllm_hybrid_sparse.config import HybridSparseConfig
 
 
 def test_only_the_time_in_which_all_requests_decode_is_counted() -> None:
-    """One begins 10 s late and the other ends 2 s early; before and after they are faster."""
+    """One begins about 10 s late. The other ends about 10 s early, and is faster before both run."""
     early = [(0.1 * token, token) for token in range(1, 100)] + [(10.0 + token, 99 + token) for token in range(21)]
     late = [(10.0 + 0.5 * token, token) for token in range(1, 60)]
     figures = together([early, late])
@@ -31,7 +31,7 @@ def test_a_whole_round_counts_from_its_beginning_to_its_last_token() -> None:
 
 
 def test_sides_are_compared_by_what_both_have() -> None:
-    """Offloading where requests ran one after another has no time between tokens of all."""
+    """If requests ran one after another with offloading, there is no time between tokens of all of them."""
     timed = {"round_tokens_per_s": 50.0, "step_ms": 10.0, "tokens_per_s": 99.0}
     rounds = [{"side": "offload", "round_tokens_per_s": 20.0}, {"side": "baseline", **timed}]
     offload, baseline = summarise([{"case": "8Kx2", "round": 1, **row} for row in rounds])
@@ -69,7 +69,7 @@ def test_shares_are_of_what_a_round_has_added() -> None:
     assert differences(before, after) == pytest.approx({"kv_read": 0.2, "hit_rate": 0.9, "device_idle": 0.75})
     assert differences({}, counters("")) == {}
     failed = counters("vllm_hybrid_sparse_device_failed_loads_total 3")
-    assert differences(failed, failed) == {}  # of an earlier round
+    assert differences(failed, failed) == {}  # failures of an earlier round
     with pytest.raises(RuntimeError, match="3 loads to the device failed"):
         differences({}, failed)
 
@@ -134,7 +134,7 @@ def test_every_side_is_legal_and_has_the_pool_that_was_asked_for(side: str, devi
         connectors = arguments["kv_transfer_config"]["kv_connector_extra_config"]["connectors"]
         assert [one["kv_connector"] for one in connectors] == ["OffloadingConnector", "DecodeBenchConnector"]
         host_bytes = connectors[0]["kv_connector_extra_config"]["cpu_bytes_to_use"]
-        assert host_bytes == common["kv_cache_memory_bytes"] > 131072 * 4 * 12288  # bytes of a token
+        assert host_bytes == common["kv_cache_memory_bytes"] > 131072 * 4 * 12288  # 12288 bytes a token
         return
     settings = HybridSparseConfig.from_mapping(arguments["additional_config"]["hybrid_sparse"])
     assert settings.device == device

@@ -27,7 +27,7 @@ TRACE = [
     step(1, 400, 50),
     event("kernel", "prompt", 0, 90),
     event("kernel", "gemm", 100, 40),
-    event("kernel", "attend", 130, 30),  # beside the other
+    event("kernel", "attend", 130, 30),  # overlaps the other kernel
     event("gpu_memcpy", "copy", 195, 10),
     event("kernel", "gemm", 300, 145),  # the last step ends at 390
     event("cpu_op", "aten::mm", 210, 60),

@@ -28,3 +28,5 @@ def test_a_cell_says_the_perplexity_against_full_attentions_and_what_was_read() 
     assert cells == ["0.25", "", "11.000 (+10.0%), 40% read", "", ""]
     with pytest.raises(ValueError, match="selection=full"):
         table(rows[1:])
+    with pytest.raises(ValueError, match="measured with different settings: neither; kv_cache_dtype=fp8; give those"):
+        table([*rows, rows[1] | {"settings": {"kv_cache_dtype": "fp8"}}])

@@ -14,7 +14,7 @@ from benchmarks.serving.backends import serve_args
     [
         ({"num_key_value_heads": 3, "head_dim": 64}, KVShape(30, 3, 64)),
         ({"num_key_value_heads": 3}, KVShape(30, 3, 64)),
-        ({"head_dim": 128}, KVShape(30, 9, 128)),  # every query head has its own
+        ({"head_dim": 128}, KVShape(30, 9, 128)),  # every query head has its own KV head
     ],
 )
 def test_a_model_s_shape_is_read(changes: dict[str, int], shape: KVShape, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A text is cut into whole windows, each as a sequence begins."""
+"""A text is cut into whole windows. Each begins with the text's begin token, if it has one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What serving through a pool makes of traces whose answer is known, with and without a rule of admission."""
+"""Traces with known results, served through a pool with and without a rule of admission."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a replay makes of traces whose answer is known."""
+"""Replays of traces with known results."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_the_directory_keeps_what_it_has_of_a_cycle_longer_than_the_pool() -> No
     trace: Trace = [[[list(range(64))]]] * 40
     use = replay_directory([trace], 32)
     assert use.late_wanted_pages == 20 * 64
-    assert use.late_hit_rate == pytest.approx(28 / 64, abs=4 / 64)  # but for the reserve
+    assert use.late_hit_rate == pytest.approx(28 / 64, abs=4 / 64)  # 32 slots less the reserve
     assert replay([trace], shape(32), microbatch_pages=8).hit_rate == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Texts to train on: later documents, each once, cut; a text from a token on."""
+"""Texts to train on: later documents, cut, each of them once; or a text from some token on."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows are kept, found again, and never mixed with other code's."""
+"""Rows are kept, found again, and never mixed with those of other code."""
 
 from pathlib import Path
 

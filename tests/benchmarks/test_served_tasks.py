@@ -1,4 +1,4 @@
-"""The runner over servers that only say what they are told: what it asks, compares, keeps and goes on with."""
+"""The runner, on servers that only say what they are told: what it asks, compares, keeps and resumes."""
 
 import json
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from benchmarks.serving.streams import Stream
 from tests.benchmarks.tiny import byte_tokenizer, tiny_model
 
 SAID = {"full": "a b 12", "stock": "a b 12", "quest-2%": "a b 31"}
-READ_BYTES = {"full": 400, "quest-2%": 100}  # of each answer; full attention's 400
+READ_BYTES = {"full": 400, "quest-2%": 100}  # for each answer, of 400 in all
 
 
 class TalkingServer:
-    """Stands for a server of one selection: its settings decide what it says."""
+    """Stand-in for a server with one selection: its settings decide what it says."""
 
     started: ClassVar[list[str]] = []
 
@@ -46,7 +46,7 @@ class TalkingServer:
 
 @pytest.fixture
 def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The model's folder; results are kept nowhere, and the commit is `abc`."""
+    """The model's folder. No results are saved, and the commit is `abc`."""
     path = tmp_path / "tiny"
     tiny_model().save_pretrained(path)
     tokenizer = byte_tokenizer()
@@ -80,7 +80,7 @@ def test_answers_are_compared_with_full_attentions(model_path: Path, capsys: pyt
     assert full["answer"] == stock["answer"] == "a b 12"
     assert stock["exactly_equal"] == stock["equal_before_difference"] == 1
     assert quest["exactly_equal"] == 0
-    assert quest["equal_before_difference"] == 4 / 7  # "a b " of "a b 12" and its end
+    assert quest["equal_before_difference"] == 4 / 7  # 4 of the 7 tokens of "a b 12" and its end agree
     assert (quest["read_bytes"], quest["total_bytes"]) == (100, 400)
     assert "read_bytes" not in stock
     table = [line for line in capsys.readouterr().out.splitlines() if "quest-2%" in line]

@@ -1,4 +1,4 @@
-"""Rows recorded in batches are recorded as they are one by one."""
+"""Rows recorded in batches give the same record as rows recorded one by one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ ROOM = torch.randn(2, 2, 300, 16, generator=torch.Generator().manual_seed(0))
 
 
 def row(tokens: int, layer: int = 0, room: torch.Tensor = ROOM) -> DecodeStep:
-    """The decode row whose token is the last of so many; each reads another page, and some packed tokens."""
+    """The decode row of the last of `tokens` tokens. It reads pages that depend on `tokens`, and some packed tokens."""
     generator = torch.Generator().manual_seed(tokens)
     query, output = (2 * torch.randn(6, 16, generator=generator) for _ in range(2))
     plans, packed = [[1 + tokens % 3], [2, 3]], [[20, 40], [90 - tokens % 7]]
@@ -23,7 +23,7 @@ def row(tokens: int, layer: int = 0, room: torch.Tensor = ROOM) -> DecodeStep:
 
 
 def batches_of(steps: Sequence[DecodeStep]) -> list[list[int]]:
-    """The tokens of the rows of each batch."""
+    """For each batch, the number of tokens of its rows."""
     seen: list[list[int]] = []
     with in_batches(lambda batch: seen.append([step.keys.shape[1] for step in batch])) as watch:
         for step in steps:
@@ -44,7 +44,7 @@ def test_rows_recorded_in_batches_are_those_recorded_one_by_one() -> None:
         torch.testing.assert_close(torch.tensor(getattr(batched, name)), torch.tensor(getattr(single, name)))
     for name in ("pages", "oracle", "candidates", "place"):
         assert getattr(batched, name) == getattr(single, name), name
-    assert len(set(single.candidates)) > 1  # ranges that change within a batch
+    assert len(set(single.candidates)) > 1  # the ranges change within a batch
     assert len(set(single.oracle)) > 3
 
 
@@ -56,7 +56,7 @@ def test_a_batch_holds_rows_of_one_layer_that_follow_one_another() -> None:
     for copied in (
         replace(row(101), keys=ROOM.clone()[0, :, :101]),
         replace(row(101), values=ROOM.clone()[1, :, :101]),
-    ):  # nothing says it is the same sequence
+    ):  # nothing shows that it is the same sequence
         assert batches_of([row(100), copied]) == [[100], [101]]
     assert batches_of([row(tokens) for tokens in range(100, 230)]) == [
         list(range(100, 164)), list(range(164, 228)), [228, 229],

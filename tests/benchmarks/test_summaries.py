@@ -1,4 +1,4 @@
-"""Means over rows, and what is plotted of them, by hand."""
+"""Means over rows, and what plots show of them, worked out by hand."""
 
 import json
 import math
@@ -11,9 +11,9 @@ from benchmarks.accuracy.plots import accuracy_figures, curve, family_of, head_f
 from benchmarks.accuracy.summaries import summarise, table
 
 
-def row(task: str, selection: str, **measured: Any) -> dict[str, Any]:
+def row(task: str, selection: str, setting: dict[str, Any] | None = None, **measured: Any) -> dict[str, Any]:
     identity = {"task": task, "tokens": 1024, "selection": selection, "runs_on": "shipped", "model": "m", "dtype": "d"}
-    return {"commit": "abc", "identity": identity, **measured}
+    return {"commit": "abc", "identity": identity | (setting or {}), **measured}
 
 
 ROWS = [
@@ -40,7 +40,7 @@ def test_every_task_counts_the_same_however_many_samples_it_has() -> None:
 
 def test_bytes_of_answers_of_different_lengths_are_added_up() -> None:
     long, short = row("vt", "quest-2%", read_bytes=30.0, total_bytes=100.0), row("vt", "quest-2%")
-    short |= {"read_bytes": 0.0, "total_bytes": 0.0}  # one token, which no decode step made
+    short |= {"read_bytes": 0.0, "total_bytes": 0.0}  # an answer of one token, which no decode step made
     (both,) = summarise([long, short])
     assert both["bytes_read"] == 0.3
 
@@ -59,7 +59,7 @@ def test_scores_are_compared_with_full_attentions_prompt_by_prompt() -> None:
     of_full, of_quest = summarise([*full, *ours])
     assert "score_difference" not in of_full
     assert of_quest["score_difference"] == -0.25
-    assert of_quest["score_difference_error"] == pytest.approx(0.25)  # of -1 and 0 it is 1/2, and vt is half of all
+    assert of_quest["score_difference_error"] == pytest.approx(0.25)  # for -1 and 0 it is 1/2, and vt is half of all
     assert "-25.0%" in table([of_quest])
     (alone,) = summarise(ours)
     assert "score_difference" not in alone
@@ -85,6 +85,57 @@ def test_perplexity_is_of_the_mean_loss_and_plotted_against_full_attentions() ->
     assert abs(points[1][2] - math.exp(0.5)) < 1e-12
     with pytest.raises(ValueError, match="selection=full"):
         curve(summaries[1:], "perplexity")
+
+
+@pytest.mark.parametrize(
+    ("task", "settings"),
+    [
+        ("perplexity", [{"text": "a.txt"}, {"text": "b.txt"}]),
+        ("perplexity", [{"decoded": 256}, {"decoded": 1024}]),
+        ("perplexity", [{}, {"kv_cache_dtype": "fp8"}]),
+        ("vt", [{"format": "chat"}, {"format": "plain"}]),
+        ("vt", [{"seed": 0}, {"seed": 1}]),
+        ("reports", [{"new_tokens": 64}, {"new_tokens": 128}]),
+    ],
+)
+def test_rows_of_other_settings_are_summed_up_by_themselves(task: str, settings: list[dict[str, Any]]) -> None:
+    rows = [
+        row(task, "full", setting | {"sample": sample, "window": sample}, loss=2.0 + number, score=float(number))
+        for number, setting in enumerate(settings)
+        for sample in range(2)
+    ]
+    summaries = summarise(rows)
+    assert [one["settings"] for one in summaries] == settings
+    assert [one["prompts"] for one in summaries] == [2, 2]
+    assert [one["score"] for one in summaries] == [0.0, 1.0]
+
+
+def test_what_was_measured_with_other_settings_is_drawn_by_itself() -> None:
+    bf16, fp8 = {"text": "a.txt"}, {"text": "a.txt", "kv_cache_dtype": "fp8"}
+    rows = [
+        row("perplexity", "full", bf16, loss=2.0, bytes_read=1.0),
+        row("perplexity", "full", fp8, loss=3.0, bytes_read=1.0),
+        row("perplexity", "quest-2%", fp8, loss=3.5, bytes_read=0.1),
+        row("perplexity", "full", {"text": "b.txt"} | {"tokens": 2048}, loss=2.0, bytes_read=1.0),
+    ]
+    figures = accuracy_figures(summarise(rows))
+    assert list(figures) == [
+        "accuracy-perplexity-1024", "accuracy-perplexity-1024-kv_cache_dtype=fp8", "accuracy-perplexity-2048",
+    ]  # fmt: skip
+    lines = figures["accuracy-perplexity-1024-kv_cache_dtype=fp8"].axes[0].lines
+    assert [line.get_label() for line in lines] == ["full", "quest, top-k"]
+    assert lines[1].get_ydata() == pytest.approx([100 * (math.exp(0.5) - 1)])
+
+
+def test_perplexities_of_one_selection_and_other_settings_are_both_kept(tmp_path: Path) -> None:
+    paths = []
+    for name, kv_cache_dtype in (("a", "auto"), ("b", "fp8"), ("c", "fp8")):
+        rows = {"full": {"perplexity": 12.0, "bytes_read": 1.0, "model": "m", "dtype": "d"}}
+        content = {"size": "4096-256", "text": "t.txt", "kv_cache_dtype": kv_cache_dtype, "rows": rows}
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(json.dumps(content), encoding="utf-8")
+    of_text = {"decoded": 256, "text": "t.txt"}
+    assert [one["settings"] for one in load(paths)] == [of_text, of_text | {"kv_cache_dtype": "fp8"}]
 
 
 def test_a_row_that_two_files_have_is_not_counted_twice(tmp_path: Path) -> None:

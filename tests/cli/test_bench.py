@@ -48,7 +48,7 @@ def test_two_measurements_of_a_server_share_no_prefix(tmp_path: Path) -> None:
             assert bench("--url", server.url, *options, "--out", str(tmp_path / f"r{number}")) == 0
         asked = [body["prompt"].partition("\n")[0] for body in server.requests if body["max_tokens"] == 3]
     assert len(asked) == 6
-    assert len(set(asked)) == 4  # warm-up and run of both
+    assert len(set(asked)) == 4  # warm-up and run of both measurements
 
 
 def test_documents_are_read_first_and_two_servers_asked_the_same(
@@ -74,6 +74,22 @@ def test_documents_are_read_first_and_two_servers_asked_the_same(
     assert "ours against stock" in shown.out
     assert "stock: reading one.txt" in shown.err
     assert "sent 6 of 6, running 0, done 6, failed 0" in shown.err
+
+
+def test_names_that_utf8_cannot_hold_lose_no_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", io.StringIO())  # Python's own takes any text, pytest's does not
+    text = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt"))
+    text.write_text("tells of a river and a mill. " * 100)
+    sizes = ("--questions-per-document", "2", "--output-tokens", "3", "--clients", "1", "--warm-up", "1")
+    out, saved = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xe9")), tmp_path / "saved.jsonl"
+    with serving() as server:
+        files = ("--documents", str(text), "--save-trace", str(saved), "--out", str(out))
+        assert bench("--url", server.url, *files, *sizes) == 0
+    assert report(out)["trace"]["groups"] == {"caf\udce9.txt": 2}
+    assert {request.group for request in read_trace(saved)} == {"caf\udce9.txt"}
+    assert "\\udce9.json" in capsys.readouterr().out
 
 
 def test_a_saved_trace_is_run_again_at_its_own_times(tmp_path: Path) -> None:
@@ -217,7 +233,7 @@ def test_an_interruption_writes_what_was_measured(tmp_path: Path) -> None:
 
 
 class Gone(io.StringIO):
-    """What is written to when nobody reads any more."""
+    """An output that nobody reads any more."""
 
     def write(self, _text: str) -> int:
         raise BrokenPipeError(32, "Broken pipe")
@@ -226,7 +242,7 @@ class Gone(io.StringIO):
 def test_an_interruption_that_ends_the_reader_of_its_output_too_writes_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C goes to a `tee` behind it as well."""
+    """Ctrl-C also reaches a `tee` that reads the output."""
 
     def interrupt() -> None:
         monkeypatch.setattr("sys.stderr", Gone())
@@ -309,6 +325,14 @@ PROSE = ("--prose", "50")
         ((*PROSE, "--clients", "2", "--tries", "3"), "tries=3: used with --capacity only, which is not given"),
         ((*PROSE, "--rate", "1", "--speed", "4"), "speed=4.0: used with --recorded-times only, which is not given"),
         ((*PROSE, "--rate", "1", "--questions-per-document", "3"), "questions-per-document=3: used with --documents"),
+        (
+            ("--trace", __file__, "--rate", "1", "--output-tokens", "64"),
+            "output-tokens=64: used with --documents or --prose only, which are not given",
+        ),
+        (
+            ("--trace", __file__, "--rate", "1", "--stop-at-eos"),
+            "stop-at-eos=True: used with --documents or --prose only, which are not given",
+        ),
         ((*PROSE, "--rate", "1", "--speed", "0"), "speed=0.0: must be above 0"),
         (("--prose", "0", "--rate", "1"), "prose=0: lengths and weights"),
         (("--trace", "missing.jsonl", "--rate", "1"), "trace=missing.jsonl: must be a readable file"),
@@ -331,7 +355,8 @@ def test_a_bad_option_is_refused_before_any_server_is_asked(
 def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
     option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for path in (tmp_path / "missing" / "r", tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "missing" / "r", tmp_path, tmp_path / "pipe"):
         assert bench("--url", URL, *PROSE, "--rate", "1", f"--{option}", str(path)) == 1
         assert f"{option}={path}: must be a file in a folder that exists" in capsys.readouterr().err
 

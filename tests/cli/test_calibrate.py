@@ -1,4 +1,4 @@
-"""`hybrid-sparse calibrate` on a tiny model: what it writes, that it goes on where it was stopped, what it refuses."""
+"""`hybrid-sparse calibrate` on a tiny model: what it writes, that it resumes where it was stopped, what it refuses."""
 
 import random
 import re
@@ -160,7 +160,7 @@ def test_work_of_another_calibration_is_refused(
 def test_samples_are_not_taken_for_those_of_other_windows(
     model_folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not where texts come in another order, and not where nothing says what samples are of."""
+    """They are refused if texts come in another order, or if nothing says what the samples are of."""
     other, out = text.with_name("other.txt"), tmp_path / "p.safetensors"
     other.write_text(text.read_text(encoding="utf-8")[50:], encoding="utf-8")
     both = ("--texts", str(text), str(other))
@@ -237,11 +237,11 @@ def test_samples_are_those_of_token_by_token_decoding(model_folder: Path, rankin
         weights = page_weights(step) if ranking.code_bits else None
         labels = label_heads(step.query, step.keys, step.values, step.scale, RetainedSet(), 0.02, weights, attributed)
         got = samples.budgets[index // SHAPE.layers, step.layer]
-        assert (np.abs(got - labels.budgets.numpy()) < 1e-6).mean() > 0.9  # rounding may decide where two are level
+        assert (np.abs(got - labels.budgets.numpy()) < 1e-6).mean() > 0.9  # rounding may decide between two equal ones
 
 
 def page_weights(step: DecodeStep) -> torch.Tensor:
-    """What the reference's key codes say of the candidates of a step: [q_heads, pages]."""
+    """The reference's estimates from key codes for the candidates of a step: [q_heads, pages]."""
     first, end = RetainedSet().candidate_range(step.keys.shape[1])
     host, groups = step.keys[:, 16 * first : 16 * end], step.query.unflatten(0, (len(step.keys), -1))
     weights = [

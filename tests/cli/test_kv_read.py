@@ -1,4 +1,4 @@
-"""The share of the KV cache read, off a server's /metrics."""
+"""The share of the KV cache that was read, from a server's /metrics."""
 
 from vllm_hybrid_sparse.cli.kv_read import share_of_kv_read
 

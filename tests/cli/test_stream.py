@@ -1,4 +1,4 @@
-"""What is read off the arrival times of a stream."""
+"""What the arrival times of a stream tell."""
 
 import math
 

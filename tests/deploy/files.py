@@ -29,7 +29,7 @@ def load_dashboard() -> dict[str, Any]:
 
 
 def tool(name: str, package: str) -> str:
-    """Path of a program beside this Python or on PATH; skips the test where it is neither."""
+    """Path of a program next to this Python or on PATH; skips the test if there is none."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.is_file() else shutil.which(name)
     if found is None:
@@ -38,7 +38,7 @@ def tool(name: str, package: str) -> str:
 
 
 def run_tool(*command: str | Path, env: dict[str, str] | None = None) -> str:
-    """Run a checker; return what it printed. Fails the test where its status is not 0."""
+    """Run a checker and return what it printed. Fails the test if its status is not 0."""
     done = subprocess.run(
         [str(part) for part in command], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -47,7 +47,7 @@ def run_tool(*command: str | Path, env: dict[str, str] | None = None) -> str:
 
 
 def refuse_unknown_options(serve_args: list[str]) -> Any:
-    """What vLLM's own parser of `vllm serve` makes of arguments; fails the test where it refuses one."""
+    """Parse arguments with vLLM's own parser of `vllm serve`; fails the test if it refuses one."""
     pytest.importorskip("vllm")
     from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: PLC0415
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415

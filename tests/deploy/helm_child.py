@@ -1,4 +1,4 @@
-"""Runs Helm's library in a process of its own, which Go's runtime then has to itself.
+"""Runs Helm's library in a separate process, so that Go's runtime has that process to itself.
 
 python -m tests.deploy.helm_child render|lint|merge|refusal CHART < VALUES.json
 """
@@ -10,7 +10,7 @@ import helm_python
 
 
 def main() -> None:
-    """Print what the library answers as JSON; `refusal` prints the error's text, empty where the values are legal."""
+    """Print the library's answer as JSON. `refusal` prints the error's text, empty if the values are legal."""
     action, chart = sys.argv[1:]
     values = json.load(sys.stdin)
     if action == "lint":

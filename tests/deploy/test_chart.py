@@ -1,4 +1,4 @@
-"""The Helm chart: linted and rendered by Helm's own library, every object by Kubernetes's schemas."""
+"""The Helm chart: linted and rendered by Helm's own library, every object checked by Kubernetes's schemas."""
 
 import json
 import subprocess
@@ -73,7 +73,7 @@ def test_objects_are_those_of_kubernetes(values: dict[str, Any]) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed").validate
     objects = render(values)
     for kind, found in objects.items():
-        if kind != "ServiceMonitor":  # of the Prometheus operator
+        if kind != "ServiceMonitor":  # the Prometheus operator defines this kind
             validate(found, KUBERNETES, strict=True)
     assert {"Deployment", "Service"} <= set(objects)
 

@@ -1,4 +1,4 @@
-"""compose.yaml: read by Compose, its files there, its server's arguments known to vLLM."""
+"""compose.yaml: Compose can read it, its files exist, and vLLM knows its server's arguments."""
 
 import os
 import re

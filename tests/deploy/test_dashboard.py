@@ -1,4 +1,4 @@
-"""The dashboard: panels beside each other, every query through the variables, provisioned where it is mounted."""
+"""The dashboard: panels do not overlap, every query uses the variables, and it is provisioned where it is mounted."""
 
 from itertools import combinations
 from typing import Any

@@ -1,4 +1,4 @@
-"""The images: linted, built from files that exist and are sent, of the versions that everything else uses."""
+"""The images: linted, built from files that exist and are sent, with the versions that everything else uses."""
 
 import re
 from fnmatch import fnmatch

@@ -1,4 +1,4 @@
-"""`deploy/gpu/lease.sh`, with a Python that only says what it is asked."""
+"""`deploy/gpu/lease.sh`, with a Python that only prints its arguments."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def lease(out: Path, *parts: str, seconds: str = "60") -> subprocess.CompletedPr
 
 
 def asked(out: Path, name: str) -> list[str]:
-    """What Python was asked for by one part, after `-m MODULE`."""
+    """The arguments with which one part called Python, after `-m MODULE`."""
     with tarfile.open(out / "logs.tgz") as logs:
         said = logs.extractfile(f"logs/{name}.log")
         assert said is not None

@@ -1,4 +1,4 @@
-"""Every metric that a panel or a rule asks for is one that the code exposes: a name that changes must change here."""
+"""The code exposes every metric that a panel or a rule asks for. A name that changes must change in both places."""
 
 import re
 from collections.abc import Iterator

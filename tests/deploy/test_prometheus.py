@@ -1,4 +1,4 @@
-"""Prometheus's configuration and rules, by Prometheus's own tool."""
+"""Prometheus's configuration and rules, checked by Prometheus's own tool."""
 
 from tests.deploy.files import DEPLOY, RULES, load_yaml, run_tool, tool
 

@@ -1,4 +1,4 @@
-"""supervise.sh, with small programs in the server's place."""
+"""supervise.sh, with small programs in place of the server."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Supervise a line of shell in a folder of its own; what is left is killed at the end."""
+    """Supervise a line of shell in a separate folder. At the end, processes that are left are killed."""
     running: list[subprocess.Popen[str]] = []
 
     def supervise(line: str, **env: str) -> subprocess.Popen[str]:

@@ -32,14 +32,14 @@ class Reply:
     status: int = 200
     then: str = "end"  # or `hang` until the client goes, or `break` off
     before: Callable[[], None] = lambda: None
-    headers: dict[str, str] = field(default_factory=dict)  # of a status other than 200
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 Answer = Callable[["FakeServer", dict[str, Any]], Reply]
 
 
 def answer_in_full(_server: "FakeServer | None", body: dict[str, Any]) -> Reply:
-    """Answer with as many tokens as asked for and usage as asked for; a word of a prompt is a token and a half."""
+    """Answer with the tokens and the usage that were asked for. A word of a prompt counts as one and a half tokens."""
     options = body.get("stream_options") or {}
     prompt = body.get("prompt") or " ".join(str(message["content"]) for message in body["messages"])
     prompt_tokens = len(prompt.split()) * 3 // 2 if isinstance(prompt, str) else len(prompt)
@@ -56,14 +56,14 @@ def answer_in_full(_server: "FakeServer | None", body: dict[str, Any]) -> Reply:
 
 
 class FakeServer:
-    """What it was asked, and what it says; `requests` are the bodies in order."""
+    """Keeps what it was asked, and says what the test sets; `requests` are the bodies in order."""
 
     def __init__(self, answer: Answer) -> None:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.models: Any = {"data": [{"id": "tiny"}]}
         self.models_status = 200
-        self.metrics: str | list[str] | None = None  # of several each is shown once, and the last one from then on
+        self.metrics: str | list[str] | None = None  # of several, each is shown once, and the last one stays
         self.gone = threading.Event()  # a client left before its reply was whole
         self.url = ""
         self._answer = answer
@@ -100,7 +100,7 @@ class FakeServer:
         reply.before()
         if reply.status != 200:
             return web.Response(status=reply.status, body=b"".join(reply.pieces), headers=reply.headers)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"} | reply.headers)
         await response.prepare(request)
         try:
             for piece in reply.pieces:

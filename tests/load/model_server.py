@@ -1,4 +1,4 @@
-"""A server that is a few timers: so many requests at a time, each token slower the more of them run."""
+"""A server that is a few timers: it runs `slots` requests at a time, and the more run, the slower each token."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class ModelServer:
         exchange.begin_attempt(now())
         self.asked.append(exchange.request)
         self.sent_s.append(now())
-        self.running += 1  # of those that wait too
+        self.running += 1  # including those that wait
         self.peak = max(self.peak, self.running)
         try:
             if self.refused_from is not None and exchange.index >= self.refused_from:
@@ -91,7 +91,7 @@ def model_run(server: ModelServer, requests: list[Request], schedule: Schedule) 
 
 
 def record_of(arrivals: list[tuple[float, int]], request: Request | None = None, **changes: object) -> Record:
-    """Return the record of a request sent at 10 on a clock on which the run began at 8."""
+    """Return the record of a request that was sent at 10, in a run that began at 8."""
     exchange = Exchange(0, request or Request(prompt="prompt", max_tokens=sum(tokens for _, tokens in arrivals) or 1))
     exchange.begin_attempt(10.0)
     for at_s, tokens in arrivals:

@@ -1,4 +1,4 @@
-"""What is read off a streamed answer: when tokens came, how many, and that it came to its end."""
+"""What is read from a streamed answer: when tokens came, how many, and whether it came to its end."""
 
 from typing import Any
 
@@ -102,6 +102,21 @@ def test_a_finish_reason_without_done_is_an_end() -> None:
     assert read(token("a", "stop")).finish_reason == "stop"
 
 
+@pytest.mark.parametrize("rest", [b"data: [DONE]\n", b"data: [DONE]\r\n", b"data: [DONE]", b": bye", b"data: {"])
+def test_what_is_cut_off_behind_the_finish_reason_makes_no_whole_answer_a_failed_one(rest: bytes) -> None:
+    assert read(token("a", "stop"), rest).tokens == 1
+
+
+def test_done_needs_no_blank_line() -> None:
+    assert read(token("a"), b"data: [DONE]\n").tokens == 1
+
+
+def test_the_chunk_that_closes_a_chat_may_hold_null() -> None:
+    closing = event({"choices": [{"index": 0, "delta": None, "finish_reason": "stop"}]})
+    answer = read(chat({"content": "a"}), closing, DONE)
+    assert (answer.finish_reason, answer.tokens) == ("stop", 1)
+
+
 @pytest.mark.parametrize(
     ("pieces", "said"),
     [
@@ -115,6 +130,7 @@ def test_a_finish_reason_without_done_is_an_end() -> None:
         ([event({"choices": [{"delta": "a"}]})], "delta is not an object"),
         ([token("a"), event({"error": {"message": "engine died", "code": 500}})], "the server reports: engine died"),
         ([event({"error": "engine died"})], "the server reports: engine died"),
+        ([token("a"), event({"object": "error", "message": "engine died"}), DONE], "the server reports: engine died"),
     ],
 )
 def test_a_stream_that_makes_no_sense_or_breaks_off_is_an_error(pieces: list[bytes], said: str) -> None:

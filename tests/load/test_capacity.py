@@ -14,6 +14,7 @@ from vllm_hybrid_sparse.load.arrivals import poisson
 from vllm_hybrid_sparse.load.capacity import Search, Slo, bracket, psa_slos
 from vllm_hybrid_sparse.load.exchange import Outcome
 from vllm_hybrid_sparse.load.figures import figures
+from vllm_hybrid_sparse.load.prometheus import Histogram
 from vllm_hybrid_sparse.load.queueing import Unloaded
 from vllm_hybrid_sparse.load.runner import Run
 from vllm_hybrid_sparse.load.search import Capacity, never_known, search_in_turns, whatever_the_rate
@@ -82,6 +83,24 @@ def test_every_part_of_a_limit_can_break_it() -> None:
     assert len(broken(refused)) == 3
 
 
+@pytest.mark.parametrize(
+    ("bounds", "counts", "said"),
+    [
+        ((1.5, 2.0, 2.5), (0.0, 4.0, 4.0, 4.0), None),
+        ((1.5, 2.0, 2.5), (0.0, 1.0, 4.0, 4.0), "median queueing 2–2.5 s > 2 s"),
+        ((1.5, 2.0, 2.5), (0.0, 1.0, 1.0, 4.0), "median queueing >2.5 s > 2 s"),
+        ((1.0, 3.0), (0.0, 4.0, 4.0), "median queueing 1–3 s may be > 2 s"),
+        ((1.0,), (0.0, 4.0), "median queueing >1 s may be > 2 s"),
+    ],
+)
+def test_a_median_out_of_a_histogram_keeps_the_limit_where_its_bucket_does(
+    bounds: tuple[float, ...], counts: tuple[float, ...], said: str | None
+) -> None:
+    run = Run((record_of([(3.0, 1), (3.1, 1)]),), 1, 4.0, False)
+    seen = figures([run], Histogram((*bounds, math.inf), counts), Unloaded((), None))
+    assert Slo("strict", 0.2).broken(seen) == ([] if said is None else [said])
+
+
 REQUESTS = 120
 
 
@@ -100,7 +119,7 @@ def search_on(*sides: ModelSide, count: int = REQUESTS, **settings: float) -> li
     )
 
 
-SLOS = (Slo("strict", 0.05), Slo("relaxed", 0.25))  # of an iteration of 10 ms
+SLOS = (Slo("strict", 0.05), Slo("relaxed", 0.25))  # 5 and 25 iterations of 10 ms
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +182,7 @@ def test_tries_of_a_given_time_send_as_many_requests_as_come_in_it() -> None:
     sent = {a_try.rate: a_try.seen.planned for a_try in one.tries}
     assert sent == {rate: min(REQUESTS, round(100 * rate)) for rate in sent}
     assert len(set(sent.values())) > 2
-    assert Search(first=1.0, try_s=0.1).requests_at(0.5, REQUESTS) == 1  # never none
+    assert Search(first=1.0, try_s=0.1).requests_at(0.5, REQUESTS) == 1  # never 0
 
 
 def test_a_server_that_refuses_holds_at_no_rate() -> None:
@@ -174,7 +193,7 @@ def test_a_server_that_refuses_holds_at_no_rate() -> None:
 
 
 def test_no_slower_rate_is_tried_where_requests_hardly_meet() -> None:
-    """They take 0.7 s each: fourteen of them a hundred seconds."""
+    """Requests take 0.7 s each: with fourteen in a hundred seconds, 0.1 of them are under way on average."""
     (one,) = search_on(ModelSide("side", refused_from=REQUESTS - 1))
     assert [a_try.rate for a_try in one.tries] == [0.5, 0.25, 0.125]
     assert [a_try.busy < 0.1 for a_try in one.tries] == [False, False, True]
@@ -225,7 +244,7 @@ def test_an_interrupted_search_keeps_its_tries_and_judges_no_cut_off_run() -> No
     async def interrupted() -> list[Capacity]:
         stop = asyncio.Event()
         load = Load(requests=tuple(simple_requests(REQUESTS, max_tokens=20)), salt="s", prime=False)
-        asyncio.get_running_loop().call_later(300.0, stop.set)  # of runs of about 240, 120 and 60 s
+        asyncio.get_running_loop().call_later(300.0, stop.set)  # the runs take about 240, 120 and 60 s
         return await search_in_turns(
             [Results(ModelSide("side"))],  # type: ignore[list-item]
             load,

@@ -29,7 +29,7 @@ def ask(url: str, request: Request = REQUEST, **settings: object) -> Record:
 
 
 def replying(*replies: Reply):
-    """Return what answers the first request with the first reply, and so on; the last one stays."""
+    """Return a function that answers requests with the replies in order; the last reply stays."""
     left = iter(replies)
     last = [replies[-1]]
 
@@ -108,12 +108,12 @@ def test_a_busy_server_is_asked_again_and_every_attempt_kept() -> None:
     assert begun[0] == 0.0
     assert begun == sorted(begun)
     assert record.ttft_s is not None
-    assert record.ttft_s > begun[-1]  # the time of the attempts before counts
+    assert record.ttft_s > begun[-1]  # the time of earlier attempts counts
 
 
 @pytest.mark.parametrize(("asked", "sendings"), [("0", 2), ("soon", 2), ("9", 1)])
 def test_a_server_is_not_asked_again_before_the_time_it_names(asked: str, sendings: int) -> None:
-    """Nine seconds are more than there is time for."""
+    """Waiting nine seconds would exceed the request's time limit."""
     with serving(replying(Reply(status=503, headers={"Retry-After": asked}), WHOLE)) as server:
         record = ask(server.url, retries=1, timeout_s=5.0)
     assert record.sendings == sendings
@@ -168,6 +168,18 @@ def test_a_malformed_stream_fails_with_what_was_wrong() -> None:
         record = ask(server.url)
     assert record.outcome is Outcome.FAILED
     assert "not JSON: '{oops'" in record.reason
+
+
+@pytest.mark.parametrize("body", [b'{"choices": [{"text": "a", "finish_reason": "stop"}]}', b'{"choices": []}\n'])
+def test_an_answer_that_is_no_stream_is_said_to_be_none(body: bytes) -> None:
+    with serving(replying(Reply([body], headers={"Content-Type": "application/json; charset=utf-8"}))) as server:
+        record = ask(server.url)
+    assert (record.outcome, record.reason) == (Outcome.FAILED, "answered with JSON, not a stream")
+
+
+def test_a_stream_is_read_whatever_it_is_called() -> None:
+    with serving(replying(Reply(WHOLE.pieces, headers={"Content-Type": "application/json"}))) as server:
+        assert ask(server.url).output_tokens == 3
 
 
 def test_a_stream_that_ends_early_fails_whatever_it_held() -> None:

@@ -1,4 +1,4 @@
-"""What records come to, on numbers small enough to work out by hand."""
+"""Figures of records, with numbers small enough to work out by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Histograms read off the text of /metrics."""
+"""Histograms read from the text of /metrics."""
 
 import math
 
@@ -29,24 +29,19 @@ def test_a_text_without_the_whole_histogram_has_none(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "value"),
-    [
-        (0.25, 0.15),  # half of the five in the first bucket
-        (0.5, 0.3),
-        (0.6, 1.15),  # half of the two in the second
-        (0.99, 2.0),  # above the last finite bound it is that bound
-    ],
+    ("share", "bounds"),
+    [(0.25, (0.0, 0.3)), (0.5, (0.0, 0.3)), (0.51, (0.3, 2.0)), (0.7, (0.3, 2.0)), (0.99, (2.0, math.inf))],
 )
-def test_quantiles_lie_evenly_in_their_bucket(share: float, value: float) -> None:
-    assert Histogram((0.3, 2.0, math.inf), (5.0, 7.0, 10.0)).quantile(share) == pytest.approx(value)
+def test_a_quantile_is_known_to_lie_in_its_bucket(share: float, bounds: tuple[float, float]) -> None:
+    assert Histogram((0.3, 2.0, math.inf), (5.0, 7.0, 10.0)).bucket(share) == bounds
 
 
 def test_empty_buckets_are_stepped_over() -> None:
-    assert Histogram((1.0, 2.0, 3.0, math.inf), (0.0, 0.0, 4.0, 4.0)).quantile(0.5) == pytest.approx(2.5)
+    assert Histogram((1.0, 2.0, 3.0, math.inf), (0.0, 0.0, 4.0, 4.0)).bucket(0.5) == (2.0, 3.0)
 
 
-def test_nothing_observed_has_no_quantile() -> None:
-    assert Histogram((1.0, math.inf), (0.0, 0.0)).quantile(0.5) is None
+def test_nothing_observed_lies_in_no_bucket() -> None:
+    assert Histogram((1.0, math.inf), (0.0, 0.0)).bucket(0.5) is None
 
 
 def test_since_counts_what_came_between() -> None:

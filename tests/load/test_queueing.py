@@ -1,4 +1,4 @@
-"""Queueing delay: from the server where it tells, else estimated, and which of them is said."""
+"""Queueing delay: from the server if it reports one, otherwise estimated; the result says which."""
 
 import math
 
@@ -46,10 +46,22 @@ def test_the_estimate_is_what_the_first_token_came_later_and_never_negative() ->
 def test_the_server_s_word_goes_before_the_estimate() -> None:
     records = [record_of([(2.5, 1)], prompt_tokens=200)]
     told = queueing(records, Histogram((1.0, math.inf), (4.0, 4.0)), UNLOADED)
-    assert (told.source, told.requests, told.p50_s) == (FROM_SERVER, 4, pytest.approx(0.5))
+    assert (told.source, told.requests, told.p50_s) == (FROM_SERVER, 4, 1.0)
     for silent in (None, Histogram((1.0, math.inf), (0.0, 0.0))):
         estimated = queueing(records, silent, UNLOADED)
         assert (estimated.source, estimated.requests, estimated.p50_s) == (ESTIMATED, 1, pytest.approx(1.0))
+
+
+def test_a_histogram_tells_between_which_bounds_a_delay_lies_and_no_more() -> None:
+    idle = queueing([], Histogram((0.3, 0.5, math.inf), (8.0, 8.0, 8.0)), UNLOADED)
+    assert (idle.p50_s, idle.p90_s, idle.p99_s, idle.above_s) == (0.3, 0.3, 0.3, (0.0, 0.0, 0.0))
+    assert idle.median() == "≤0.3"
+    busy = queueing([], Histogram((0.3, 0.5, math.inf), (0.0, 9.0, 10.0)), UNLOADED)
+    assert (busy.p50_s, busy.p99_s, busy.above_s) == (0.5, 0.5, (0.3, 0.3, 0.5))
+    assert busy.median() == "0.3–0.5"
+    assert queueing([], Histogram((0.3, math.inf), (0.0, 1.0)), UNLOADED).median() == ">0.3"
+    estimated = queueing([record_of([(2.5, 1)], prompt_tokens=200)], None, UNLOADED)
+    assert (estimated.above_s, estimated.median()) == (None, "1.00")
 
 
 def test_where_nothing_tells_it_is_not_known() -> None:

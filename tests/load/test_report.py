@@ -1,11 +1,14 @@
-"""The report: JSON from which the figures can be taken again, and a page that needs nothing but itself."""
+"""The report: JSON from which the figures can be computed again, and a page that needs no other file."""
 
 import asyncio
 import copy
 import itertools
 import json
+import math
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ from vllm_hybrid_sparse.load.capacity import Search, psa_slos
 from vllm_hybrid_sparse.load.figures import Limits
 from vllm_hybrid_sparse.load.page import page
 from vllm_hybrid_sparse.load.percentiles import percentile
+from vllm_hybrid_sparse.load.prometheus import Histogram
+from vllm_hybrid_sparse.load.queueing import Queueing, Unloaded, queueing
 from vllm_hybrid_sparse.load.report import document, without_places, write_json
 from vllm_hybrid_sparse.load.search import search_in_turns
 from vllm_hybrid_sparse.load.summary import summary
@@ -27,6 +32,10 @@ LOAD = Load(requests=tuple(simple_requests(8, max_tokens=6)), salt="s", prime=Fa
 
 def quiet(_line: str) -> None:
     """Say nothing."""
+
+
+def server_queueing(observed: Histogram) -> Queueing:
+    return queueing([], observed, Unloaded((), None))
 
 
 def measured(capacity: bool = False, interrupted: bool = False, **more: Any) -> dict[str, Any]:
@@ -81,6 +90,22 @@ def test_json_holds_the_raw_times_from_which_the_figures_follow(compared: dict[s
     assert set(report["versions"]) == {"vllm-hybrid-sparse", "python", "aiohttp"}
 
 
+def test_a_report_that_cannot_be_written_leaves_the_one_before(
+    compared: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, path = Path.write_text, tmp_path / "report.json"
+    path.write_text("before")
+
+    def half(file: Path, text: str, **how: Any) -> int:
+        write(file, text[: len(text) // 2], **how)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(path, compared)
+    assert path.read_text() == "before"
+
+
 def test_failures_stand_in_json_page_and_summary(compared: dict[str, Any]) -> None:
     failed = [one for run in compared["servers"][1]["runs"] for one in run["requests"] if one["outcome"] != "ok"]
     assert [one["reason"] for one in failed] == ["HTTP 429: full"] * 2
@@ -116,7 +141,7 @@ def test_capacity_lists_every_try_and_what_was_found(searched: dict[str, Any]) -
     assert found["servers"][0]["capacity"]["relaxed"]["of_reference"] in (None, 1.0)
     assert "relaxed" in summary(searched)
     for shown in (summary(searched), page(searched)):
-        assert "too few requests to show that this rate is sustained" in shown  # there are eight
+        assert "too few requests to show that this rate is sustained" in shown  # there are eight requests
         assert "ours: queueing delay from estimate: time to first token less" in shown
 
 
@@ -134,6 +159,17 @@ def test_capacity_says_why_requests_failed_and_what_was_not_found(searched: dict
         server["capacity"] = dict.fromkeys(server["capacity"], found["strict"])
     for shown in (page(report), summary(report)):
         assert shown.count(unfailed) == 1  # of ours, relaxed
+
+
+def test_delays_out_of_a_histogram_are_shown_as_the_bounds_that_are_known(compared: dict[str, Any]) -> None:
+    report = copy.deepcopy(compared)
+    queueing = asdict(server_queueing(Histogram((0.3, 0.5, 2.0, math.inf), (60.0, 95.0, 95.0, 100.0))))
+    report["servers"][0]["figures"]["queueing"] = json.loads(json.dumps(queueing))
+    assert "<td>≤0.3</td><td>0.3–0.5</td><td>&gt;2</td>" in page(report)
+    (line,) = [line for line in summary(report).splitlines() if "≤" in line]
+    assert line.split() == ["queueing", "delay,", "ms", "≤300", "300–500", ">2000"]
+    del report["servers"][0]["figures"]["queueing"]["above_s"]  # as in older reports
+    assert "<td>0.3</td><td>0.5</td><td>2</td>" in page(report)
 
 
 def test_a_client_that_sends_late_is_told_of(compared: dict[str, Any]) -> None:
@@ -170,7 +206,7 @@ def test_paths_are_cut_to_their_last_name(text: str, left: str) -> None:
 
 
 class Outline(HTMLParser):
-    """Checks that elements are closed in order and collects what refers to something outside."""
+    """Checks that elements are closed in order, and collects references to anything outside."""
 
     VOID = ("meta", "line", "polyline")
 
@@ -217,7 +253,7 @@ def test_the_page_follows_the_reader_s_light_or_dark(compared: dict[str, Any]) -
     text = page(compared)
     assert "@media (prefers-color-scheme: dark)" in text
     colours = re.findall(r"(?:fill|stroke)=\"([^\"]+)\"", text)
-    assert colours == []  # every colour is one of the style sheet's, of which there are two sets
+    assert colours == []  # every colour comes from the style sheet, which has two sets
 
 
 def test_names_are_text_and_not_markup(compared: dict[str, Any]) -> None:

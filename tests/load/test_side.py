@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from tests.load.fake_server import FakeServer, Reply, answer_in_full, serving
 from vllm_hybrid_sparse.cli.server import free_port
@@ -193,3 +194,12 @@ def test_sessions_use_a_connection_a_request() -> None:
     assert found is not None
     assert found.force_close
     assert found.limit == 0
+
+
+def test_sessions_keep_no_cookie_that_would_bind_all_requests_to_one_replica() -> None:
+    async def kept() -> int:
+        async with new_session() as session:
+            session.cookie_jar.update_cookies({"replica": "a"}, URL("http://host/"))
+            return len(session.cookie_jar)
+
+    assert asyncio.run(kept()) == 0

@@ -1,4 +1,4 @@
-"""Events out of pieces."""
+"""Server-sent events, decoded from pieces of a stream."""
 
 import itertools
 

@@ -24,7 +24,7 @@ def test_lines_lie_inside_the_picture_and_keep_their_order(log: bool) -> None:
     assert len(placed) == 3
     assert all(0 <= x <= 640 and 0 <= y <= 300 for x, y in placed)
     assert placed == sorted(placed)
-    assert [y for _, y in placed] == sorted((y for _, y in placed), reverse=True)  # up is less in SVG
+    assert [y for _, y in placed] == sorted((y for _, y in placed), reverse=True)  # in SVG, y decreases upwards
 
 
 def test_steps_go_along_before_they_go_up() -> None:

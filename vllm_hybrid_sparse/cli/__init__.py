@@ -1,1 +1,1 @@
-"""Commands for people: what a user runs beside `vllm serve`."""
+"""Commands that a user runs in addition to `vllm serve`."""

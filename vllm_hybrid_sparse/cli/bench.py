@@ -1,4 +1,4 @@
-"""Load on one or more servers, by the options of the command line."""
+"""Puts load on one or more servers, as the options of the command line say."""
 
 import asyncio
 import contextlib
@@ -26,25 +26,25 @@ from vllm_hybrid_sparse.load.requests import Request
 from vllm_hybrid_sparse.load.search import Capacity, search_in_turns
 from vllm_hybrid_sparse.load.side import LoadError, Side, served_model
 from vllm_hybrid_sparse.load.summary import summary
-from vllm_hybrid_sparse.load.traces import read_text, read_trace, write_trace
+from vllm_hybrid_sparse.load.traces import read_text, read_trace, write_text, write_trace
 from vllm_hybrid_sparse.load.turns import Load, Results, prepare, rounds
 
 _DEFAULT_REQUESTS = 32  # of prose
-_SHORT_SAMPLE_WORDS, _LONG_SAMPLE_WORDS = 100, 400  # of which the server counts the tokens
-_USUAL_WORDS_PER_TOKEN = 0.75  # of English, where the server does not count
-_SENTENCE_WORDS = 8  # the shortest that the grammar makes has as many
+_SHORT_SAMPLE_WORDS, _LONG_SAMPLE_WORDS = 100, 400  # samples whose tokens the server counts
+_USUAL_WORDS_PER_TOKEN = 0.75  # of English, if the server does not count
+_SENTENCE_WORDS = 8  # in the shortest sentence that the grammar makes
 _INTERRUPTED = 130
 
 
 def run_bench(options: BenchOptions, command: Sequence[str]) -> int:
-    """Measure, print a summary and write the report; return 0, 1 where requests failed, 130 where interrupted.
+    """Measure, print a summary and write the report; return 0, 1 if requests failed, 130 if interrupted.
 
-    A search for the capacity goes beyond it on purpose: there, failed requests do not make the status 1.
+    A search for the capacity goes beyond it on purpose, so there failed requests do not make the status 1.
     """
     _allow_many_connections()
     try:
         return asyncio.run(_Bench(options, command).measure())
-    except asyncio.CancelledError:  # by a second interruption
+    except asyncio.CancelledError:  # on a second interruption
         return _INTERRUPTED
 
 
@@ -97,7 +97,7 @@ class _Bench:
 
         def interrupt() -> None:
             if self._stop.is_set() and task is not None:
-                task.cancel()  # not even the request that is under way is waited for
+                task.cancel()  # do not wait, not even for the request under way
                 return
             self._stop.set()
             _say("bench: interrupted; again to end without a report")
@@ -128,7 +128,7 @@ class _Bench:
             write_trace(options.save_trace, trace)
         load = Load(
             requests=tuple(trace),
-            # another one each time: servers outlive a measurement
+            # a new one each time: servers outlive a measurement
             salt=None if options.salt == "never" else secrets.token_hex(8),
             spares_groups=options.salt == "auto",
             prime=any(request.group is not None for request in trace),
@@ -175,7 +175,7 @@ class _Bench:
         return traces
 
     async def _words_per_token(self, side: Side, text: str) -> float:
-        """Return how many words of such a text make a token of the server's, by its own count of two samples."""
+        """Return the words per token of such a text, by the server's own count of two samples."""
         counts = []
         samples = [cut_to_words(text, words) for words in (_SHORT_SAMPLE_WORDS, _LONG_SAMPLE_WORDS)]
         for sample in samples:
@@ -245,8 +245,9 @@ class _Bench:
         files = report_files(options.out)
         for path, write in zip(files, (write_json, _write_page), strict=True):
             write(path, content)
+        shown = "\n".join([summary(content), *(f"written: {path}" for path in files)])
         with contextlib.suppress(OSError):  # as in `_say`
-            print(summary(content), *(f"written: {path}" for path in files), sep="\n", flush=True)
+            print(shown.encode(errors="backslashreplace").decode(), flush=True)
         if interrupted:
             return _INTERRUPTED
         failed = any(not results.figures().all_answered for results in self._all_results)
@@ -258,4 +259,4 @@ def _lines(text: str) -> list[str]:
 
 
 def _write_page(path: Path, content: dict[str, object]) -> None:
-    path.write_text(page(content), encoding="utf-8")
+    write_text(path, page(content))

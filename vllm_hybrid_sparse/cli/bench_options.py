@@ -23,10 +23,11 @@ DESCRIPTION = """Put load on an OpenAI-compatible server and report what its cli
 An API key in OPENAI_API_KEY goes to every server that is named. Ctrl-C ends the run and writes what was
 measured until then."""
 
-_USED_WITH = {
-    "capacity": ("first_rate", "step", "try_seconds", "tolerance", "tries", "iteration_ms"),
-    "recorded_times": ("speed",),
-    "documents": ("document_tokens", "questions", "questions_per_document"),
+_USED_WITH = {  # options, and those that have no effect without any of them
+    ("capacity",): ("first_rate", "step", "try_seconds", "tolerance", "tries", "iteration_ms"),
+    ("recorded_times",): ("speed",),
+    ("documents",): ("document_tokens", "questions", "questions_per_document"),
+    ("documents", "prose"): ("output_tokens", "stop_at_eos"),
 }
 
 _MANY = "repeatable; requests of all sources are interleaved"
@@ -85,7 +86,7 @@ class BenchOptions:
         if given.capacity is not None and given.rounds != 1:
             raise ConfigError(f"rounds={given.rounds}: must be 1 with capacity, which makes runs of its own")
         if given.iteration_ms is not None:
-            psa_slos(given.iteration_ms / 1e3)  # refuses what is no time
+            psa_slos(given.iteration_ms / 1e3)  # refuses what is not a time
         _check_use(given)
         _check_outputs(given)
         addresses = (Address.parse("url", given.url), *(Address.parse("vs", text) for text in given.vs))
@@ -140,15 +141,18 @@ class BenchOptions:
 
 
 def _check_use(given: argparse.Namespace) -> None:
-    """Refuse what would have no effect, where it is not what it is by default."""
+    """Refuse options that would have no effect, if they differ from their defaults."""
     parser = argparse.ArgumentParser()
     add_options(parser)
-    for option, names in _USED_WITH.items():
+    for options, names in _USED_WITH.items():
+        if any(getattr(given, option) for option in options):
+            continue
         for name in names:
             value = getattr(given, name)
-            if not getattr(given, option) and value != parser.get_default(name):
-                plain, needed = name.replace("_", "-"), option.replace("_", "-")
-                raise ConfigError(f"{plain}={value}: used with --{needed} only, which is not given")
+            if value != parser.get_default(name):
+                needed = " or ".join(f"--{option.replace('_', '-')}" for option in options)
+                verb = "is" if len(options) == 1 else "are"
+                raise ConfigError(f"{name.replace('_', '-')}={value}: used with {needed} only, which {verb} not given")
 
 
 def report_files(out: Path) -> tuple[Path, Path]:
@@ -158,7 +162,7 @@ def report_files(out: Path) -> tuple[Path, Path]:
 
 
 def _check_outputs(given: argparse.Namespace) -> None:
-    """Refuse what cannot be written, or is a file that is read or written otherwise."""
+    """Refuse output files that cannot be written, or that are also read or written as something else."""
     writable("out", given.out)
     taken = {path.resolve(): "read" for path in (*given.trace, *given.documents, given.questions) if path is not None}
     outputs = [("save-trace", given.save_trace), *(("out", path) for path in report_files(given.out))]

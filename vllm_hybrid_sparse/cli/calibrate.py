@@ -1,7 +1,7 @@
 """`hybrid-sparse calibrate`: train a predictor of head properties for one model (Fluxion, section 5.2).
 
-A window is one prompt. Each window's samples are kept in a work folder as soon as they are there, so a calibration that
-was stopped goes on with the first window that is missing.
+A window is one prompt. Each window's samples are saved in a work folder at once, so a calibration that was stopped
+continues with the first window that is missing.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ class CalibrationOptions:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     retained: RetainedSet = field(default_factory=RetainedSet)
     ranking: PageRanking = field(default_factory=PageRanking)
-    unread_attributed: float = UNREAD_ATTRIBUTED  # the setting when serving; 0 to 1, of no use without key codes
+    unread_attributed: float = UNREAD_ATTRIBUTED  # the setting when serving; 0 to 1, unused without key codes
 
     def __post_init__(self) -> None:
         for name, value, legal, rule in (
@@ -69,7 +69,7 @@ class CalibrationOptions:
 
     @property
     def attributed(self) -> float:
-        """Share of the unread blocks' weight that labels give to those read: only key codes estimate it."""
+        """Share of the unread blocks' weight that labels give to the blocks read; only key codes estimate it."""
         return self.unread_attributed if self.ranking.code_bits else 0.0
 
     @property
@@ -217,7 +217,7 @@ def _collect(options: CalibrationOptions, windows: list[TextWindow]) -> None:
     missing = [index for index in range(len(windows)) if not _shard(options, index).is_file()]
     if not missing:
         return
-    # float32: on CPUs without matrix instructions for bf16 several times as fast, and exact in the labels
+    # float32 is several times as fast on CPUs without matrix instructions for bf16, and makes the labels exact
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     for index in missing:
         window = windows[index]

@@ -24,8 +24,8 @@ _TOKENS_A_SENTENCE = 6  # fewer than any sentence has
 class TextWindow:
     """One prompt."""
 
-    name: str  # of its file, without a folder, and its number
-    source: str  # the file alone, or prose
+    name: str  # the file's name without a folder, and a number
+    source: str  # the file's name alone, or prose
     token_ids: Tensor  # [tokens] int64
 
 
@@ -59,10 +59,10 @@ def file_windows(
 def prose_window(
     tokenizer: PreTrainedTokenizerBase, number: int, tokens: int, segment_tokens: int, span_tokens: int, seed: int
 ) -> TextWindow:
-    """A window of prose with facts in it, whose segments each end in questions for any of the facts so far, answered.
+    """A window of prose with facts in it; each segment ends with questions about any facts so far, and the answers.
 
-    segment_tokens   length of a segment; a remainder of `tokens` is prose
-    span_tokens      of each segment's end that are questions and answers
+    segment_tokens   length of a segment; what remains of `tokens` is prose
+    span_tokens      length of the questions and answers at each segment's end
     """
     rng = random.Random(f"{seed} {number}")  # noqa: S311 - repeatable, not secret
     known: dict[str, Fact] = {}  # by building: its latest number counts

@@ -57,11 +57,11 @@ def collect_window(
     attributed: float,
     seed: str,
 ) -> Samples:
-    """Run one window through the model with full attention; features and labels of its sampled steps.
+    """Run one window through the model with full attention; return features and labels of its sampled steps.
 
     token_ids   [tokens] int64
-    attributed  share of the unread blocks' estimated weight that labels give to those read, as when serving; 0 where
-                bounds rank
+    attributed  share of the unread blocks' estimated weight that labels give to those read, as when serving; 0 if
+                bounds rank the blocks
     seed        decides the sampled steps
     ranking     what ranks the blocks; key codes are made and scored by the shipped kernels
     raises      ConfigError for a model that SparseSession does not serve

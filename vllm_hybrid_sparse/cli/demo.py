@@ -1,4 +1,4 @@
-"""A real model answers over a long text: served by stock vLLM, then with hybrid_sparse, side by side."""
+"""A real model answers questions about a long text, served by stock vLLM and then with hybrid_sparse."""
 
 import json
 import signal
@@ -45,7 +45,7 @@ class Outcome:
     found: tuple[bool, ...]
     ttft_s: float
     tpot_s: float
-    kv_read: float | None  # share of the KV bytes that decoding read; None where /metrics does not say
+    kv_read: float | None  # share of the KV bytes that decoding read; None if /metrics does not say
 
 
 def run_demo(text_tokens: int, settings: Mapping[str, object]) -> int:
@@ -54,8 +54,8 @@ def run_demo(text_tokens: int, settings: Mapping[str, object]) -> int:
     text_tokens   length of the text in which the facts are hidden
     settings      for hybrid_sparse, as `--additional-config` takes them; may be empty
 
-    The status is 1 where a server failed or hybrid_sparse missed a fact that stock vLLM found. Servers are stopped
-    whatever happens, by Ctrl-C and SIGTERM too.
+    The status is 1 if a server failed or hybrid_sparse missed a fact that stock vLLM found. Servers are stopped
+    whatever happens, also on Ctrl-C and SIGTERM.
     """
     signal.signal(signal.SIGTERM, _end_on_signal)
     try:

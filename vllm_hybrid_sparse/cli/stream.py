@@ -17,12 +17,12 @@ class Reply:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token; NaN where none came."""
+        """Time to first token; NaN if none came."""
         return self.arrivals_s[0] if self.arrivals_s else float("nan")
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token, the median gap between two; NaN where fewer than two came."""
+        """Time per output token, the median gap between two; NaN if fewer than two came."""
         gaps = [later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
         return statistics.median(gaps) if gaps else float("nan")
 

@@ -1,1 +1,1 @@
-"""Load on OpenAI-compatible servers and what their clients see of it; imports neither torch nor vllm."""
+"""Puts load on OpenAI-compatible servers and measures what clients see; imports neither torch nor vllm."""

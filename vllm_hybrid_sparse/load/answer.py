@@ -20,16 +20,16 @@ class Counted(StrEnum):
     """Where an answer's number of tokens comes from."""
 
     EACH_CHUNK = "usage of each chunk"  # exact, also how many came together
-    TOTAL = "usage at the end"  # the number is exact, which of them came together is not known
-    CHUNKS = "chunks"  # the server gave no usage: chunks, which are tokens only where each holds one
+    TOTAL = "usage at the end"  # the number is exact; how many came together is not known
+    CHUNKS = "chunks"  # the server gave no usage: counts chunks, which are tokens only if each holds one
 
 
 class Answer:
     """Reads one streamed answer of /v1/completions or /v1/chat/completions.
 
-    A chunk is an arrival where its usage, or its list of token ids, has grown. Where a server sends neither, or a
-    usage that is still 0 beside text, it is one where it holds text, or is empty and neither opens nor closes the
-    answer: text is held back while a character is incomplete.
+    A chunk is an arrival if its usage, or its list of token ids, has grown. If the server sends neither, or a usage
+    that stays 0 while text comes, a chunk with text is an arrival. So is an empty chunk that neither opens nor closes
+    the answer, because servers hold text back while a character is incomplete.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,19 @@ class Answer:
         self._decoder = EventDecoder()
         self._pieces: list[str] = []
         self._usage_tokens: int | None = None
-        self._each_chunk: bool | None = None  # as the first chunk shows
+        self._each_chunk: bool | None = None  # set by the first chunk
         self._closing_s: float | None = None  # when the chunk with the finish reason came
         self._done = False
 
     @property
     def text(self) -> str:
-        """What has come so far; halves of a character that came in two chunks are put together."""
+        """The text so far; a character whose halves came in two chunks is put together."""
         return _whole("".join(self._pieces))
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything of a stream has come."""
+        return self._done or bool(self._pieces)
 
     @property
     def counted(self) -> Counted:
@@ -64,7 +69,7 @@ class Answer:
         return sum(arrival.tokens for arrival in self.arrivals)
 
     def feed(self, piece: bytes, now_s: float) -> None:
-        """Take a piece of the stream that came at `now_s`; StreamError where it makes no sense."""
+        """Take a piece of the stream that came at `now_s`; StreamError if it makes no sense."""
         for data in self._decoder.feed(piece):
             if data == "[DONE]":
                 self._done = True
@@ -72,18 +77,19 @@ class Answer:
                 self._take(_parse(data), now_s)
 
     def finish(self) -> None:
-        """Take note that the stream has ended; StreamError where it ended too early or no token came.
+        """Take note that the stream has ended; StreamError if it ended too early or no token came.
 
-        vLLM ends an answer that it breaks off, told to stop or to pause, in the same orderly way as a whole one.
+        An answer with a finish reason is whole, whatever is cut off after it. If vLLM breaks an answer off because it
+        was told to stop or pause, it ends the stream in the same orderly way as after a whole answer.
         """
-        if self._decoder.unfinished:
-            raise StreamError("the stream ended inside an event")
+        self._done = self._done or self._decoder.rest == b"[DONE]"  # some servers leave its blank line out
         if not self._done and self.finish_reason is None:
-            raise StreamError("the stream ended before [DONE] and without a finish reason")
+            where = "inside an event" if self._decoder.unfinished else "before [DONE] and without a finish reason"
+            raise StreamError(f"the stream ended {where}")
         if self.finish_reason in _BROKEN_OFF:
             raise StreamError(f"the server broke the answer off (finish reason {self.finish_reason})")
         if not self.arrivals and self._usage_tokens and self._closing_s is not None:
-            self.add(self._closing_s, 1)  # all that was generated is the token that ends the answer
+            self.add(self._closing_s, 1)  # the only token generated is the one that ends the answer
         if not self.arrivals:
             raise StreamError("the stream ended without a token")
 
@@ -92,7 +98,7 @@ class Answer:
         self.arrivals.append(Arrival(now_s, tokens))
 
     def _take(self, event: dict[str, Any], now_s: float) -> None:
-        if error := event.get("error"):
+        if error := event.get("error") or (event if event.get("object") == "error" else None):
             message = error.get("message", error) if isinstance(error, dict) else error
             raise StreamError(_whole(f"the server reports: {message}"))
         usage, choices = event.get("usage"), event.get("choices")
@@ -103,11 +109,13 @@ class Answer:
             raise StreamError(f"choices is not a list of objects: {choices!r:.80}")
         choice = choices[0]
         content = choice.get("delta", choice)
+        if content is None:  # some servers send null if nothing is added
+            content = {}
         if not isinstance(content, dict):
             raise StreamError(f"delta is not an object: {content!r:.80}")
         if isinstance(choice.get("token_ids"), list):
             grown = len(choice["token_ids"])
-        if self._each_chunk is None:  # servers that tell at the end alone may do so in their last chunk
+        if self._each_chunk is None:  # servers that tell only at the end may do so in their last chunk
             self._each_chunk = grown is not None
         text = _text(content)
         self._pieces.append(text)
@@ -117,7 +125,7 @@ class Answer:
         if text and self._usage_tokens == 0 and "token_ids" not in choice:
             self._each_chunk = False  # some servers send a usage of zeros until the end
         if text and grown is None and self._each_chunk:
-            self._each_chunk, self._usage_tokens = False, None  # others one when they open the answer, and at its end
+            self._each_chunk, self._usage_tokens = False, None  # others send one at the opening and one at the end
         if not self._each_chunk:
             held_back = not (closing or "role" in content)
             grown = int(bool(text or content.get("tool_calls")) or held_back)
@@ -125,7 +133,7 @@ class Answer:
             self.add(now_s, grown)
 
     def _take_usage(self, usage: dict[str, Any]) -> int | None:
-        """Return by how many tokens the usage has grown; None where it does not count them."""
+        """Return by how many tokens the usage has grown; None if it does not count them."""
         self.prompt_tokens = _count(usage, "prompt_tokens", self.prompt_tokens)
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict):
@@ -148,7 +156,7 @@ def _parse(data: str) -> dict[str, Any]:
 
 
 def _whole(text: str) -> str:
-    """Return text that UTF-8 can hold: JSON may name halves of a character alone."""
+    """Return text that UTF-8 can hold: JSON may contain a lone half of a character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -12,14 +12,14 @@ from vllm_hybrid_sparse.load.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Request i is sent at `due_s[i]` after the start, however many are unanswered; ascending."""
+    """Request i is sent `due_s[i]` seconds after the start, however many are unanswered; ascending."""
 
     due_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """Each of `clients` sends its next request when it has the answer to the one before; > 0."""
+    """Each of `clients` (> 0) sends its next request when it has the answer to the previous one."""
 
     clients: int
 
@@ -32,7 +32,7 @@ Schedule = OpenLoop | ClosedLoop
 
 
 def check_rate(rate: float) -> None:
-    """Raise ConfigError where `rate` is no rate."""
+    """Raise ConfigError unless `rate` is above 0 and finite."""
     if not 0 < rate < math.inf:
         raise ConfigError(f"rate={rate}: must be above 0 requests a second, finite")
 
@@ -40,8 +40,8 @@ def check_rate(rate: float) -> None:
 def poisson(rate: float, count: int, seed: int) -> OpenLoop:
     """Return `count` arrivals of a Poisson process of `rate` requests a second.
 
-    The same seed gives the same pattern at every rate, drawn out in time as 1 / rate, so that two rates, or two
-    servers, differ by the rate or the server alone. The times are not rescaled to last exactly count / rate.
+    The same seed gives the same pattern at every rate, stretched in time by 1 / rate. So two runs can differ in nothing
+    but the rate, or nothing but the server. The times are not rescaled to last exactly count / rate.
     """
     check_rate(rate)
     rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
@@ -52,7 +52,7 @@ def poisson(rate: float, count: int, seed: int) -> OpenLoop:
 def recorded(requests: Sequence[Request], speed: float = 1.0) -> OpenLoop:
     """Return the arrival times that a trace was recorded with, `speed` times as fast.
 
-    Raises ConfigError where a request has none, or one that lies before its predecessor's.
+    Raises ConfigError if a request has no time, or an earlier one than its predecessor.
     """
     if not 0 < speed < math.inf:
         raise ConfigError(f"speed={speed}: must be above 0, finite")
@@ -67,9 +67,9 @@ def recorded(requests: Sequence[Request], speed: float = 1.0) -> OpenLoop:
 
 
 def by_arrival(traces: Sequence[Sequence[Request]]) -> list[Request]:
-    """Return the requests of recorded traces, which all begin at 0 s, in the order in which they arrived.
+    """Return the requests of several recorded traces in the order in which they arrived; all traces begin at 0 s.
 
-    Raises ConfigError as `recorded` does, for each trace by itself.
+    Raises ConfigError as `recorded` does, for each trace separately.
     """
     for trace in traces:
         recorded(trace)

@@ -1,8 +1,8 @@
 """The highest rate that a server sustains within limits (PSA, section 5, "Capacity evaluation").
 
-A rate is sustained where every request is answered, the P99 of the time between tokens (all pooled) is within a
-multiple of an unloaded decode iteration, 5 in the strict case and 25 in the relaxed one, and the median queueing delay
-is at most 2 s. The same limits hold for all servers that are compared.
+A server sustains a rate if every request is answered, the P99 of the time between tokens (all requests pooled) is at
+most 5 (strict) or 25 (relaxed) times an unloaded decode iteration, and the median queueing delay is at most 2 s. The
+same limits hold for all servers that are compared.
 """
 
 import math
@@ -27,9 +27,9 @@ class Slo:
     p50_queueing_s: float = MEDIAN_QUEUEING_S
 
     def broken(self, seen: Figures) -> list[str]:
-        """Return what of it does not hold, in words; empty where the rate is sustained.
+        """Return which limits are broken, in words; empty if the rate is sustained.
 
-        Without a time between tokens, or a queueing delay, nothing was shown: that counts as broken.
+        If there is no time between tokens or no queueing delay, nothing was shown: that counts as broken.
         """
         reasons = []
         if not seen.all_answered:
@@ -38,10 +38,12 @@ class Slo:
             reasons.append("no time between tokens")
         elif seen.tbt_s.p99 > self.p99_tbt_s:
             reasons.append(f"P99 between tokens {seen.tbt_s.p99 * 1e3:.0f} ms > {self.p99_tbt_s * 1e3:.0f} ms")
+        above = seen.queueing.median_above(self.p50_queueing_s)
         if seen.queueing.p50_s is None:
             reasons.append("queueing delay not known")
-        elif seen.queueing.p50_s > self.p50_queueing_s:
-            reasons.append(f"median queueing {seen.queueing.p50_s:.2f} s > {self.p50_queueing_s:g} s")
+        elif above is not False:
+            verb = ">" if above else "may be >"
+            reasons.append(f"median queueing {seen.queueing.median()} s {verb} {self.p50_queueing_s:g} s")
         return reasons
 
 
@@ -54,13 +56,13 @@ def psa_slos(iteration_s: float) -> tuple[Slo, Slo]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How the highest rate is searched for: by `step` up or down until it lies between two, then bisected."""
+    """How to search for the highest rate: up or down by `step` until it lies between two rates, then by bisection."""
 
     first: float  # requests a second, > 0
-    step: float = 2.0  # > 1; smaller where `first` is a good guess
-    try_s: float | None = None  # a try sends requests for so long, > 0, as far as the trace has them; None: all of it
-    tolerance: float = 0.1  # ends where the lowest rate that fails is at most 1 + this times the highest that holds
-    tries: int = 8  # most runs for each limit, >= 1; those for another limit are used too and not counted again
+    step: float = 2.0  # > 1; smaller if `first` is a good guess
+    try_s: float | None = None  # how long a try sends requests, > 0, as far as the trace has them; None: all of it
+    tolerance: float = 0.1  # ends if the lowest rate that fails is at most (1 + this) times the highest that holds
+    tries: int = 8  # most runs for each limit, >= 1; runs done for another limit are used too, but not counted
 
     def __post_init__(self) -> None:
         check_rate(self.first)
@@ -74,7 +76,7 @@ class Search:
             raise ConfigError(f"tries={self.tries}: must be at least 1")
 
     def next_rate(self, tried: Sequence[tuple[float, bool]]) -> float | None:
-        """Return the rate to try after those `tried` (rate, whether it held); None where the search is over."""
+        """Return the rate to try after those `tried` (rate, whether it held); None if the search is over."""
         low, high = bracket(tried)
         if low is None and high is None:
             return self.first
@@ -85,14 +87,14 @@ class Search:
         return None if high <= low * (1 + self.tolerance) else math.sqrt(low * high)
 
     def requests_at(self, rate: float, most: int) -> int:
-        """Return how many of `most` requests a try at `rate` sends: 1 at least."""
+        """Return how many of `most` requests a try at `rate` sends: at least 1."""
         return most if self.try_s is None else max(1, min(most, round(rate * self.try_s)))
 
 
 def bracket(tried: Sequence[tuple[float, bool]]) -> tuple[float | None, float | None]:
-    """Return the highest rate that held below all that failed, and the lowest that failed; None where there is none.
+    """Return the highest rate that held below all that failed, and the lowest that failed; None if there is none.
 
-    A rate that held above one that failed is luck, and does not count.
+    If a rate held above one that failed, that was luck and does not count.
     """
     high = min((rate for rate, held in tried if not held), default=None)
     return max((rate for rate, held in tried if held and (high is None or rate < high)), default=None), high

@@ -19,11 +19,13 @@ Clock = Callable[[], float]
 def new_session() -> aiohttp.ClientSession:
     """Return a session without limits of its own.
 
-    Every request has a connection to itself, as those of separate users have; a kept-alive one could be closed by the
-    server at the moment it is used again, which would count as a failure of the server.
+    Every request has its own connection, as requests of separate users do. The server could close a kept-alive one at
+    the moment it is reused, and that would count as a failure of the server. No cookie is kept: a load balancer's would
+    send all requests to one replica.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),
         trust_env=False,
     )
@@ -37,9 +39,9 @@ class Client:
         self._session = session
 
     async def perform(self, exchange: Exchange) -> None:
-        """Send the request until it is answered or given up; what the server does is written to the exchange.
+        """Send the request until it is answered or given up, and write to the exchange what the server does.
 
-        Cancelled, it leaves the exchange as it then stands.
+        If cancelled, it leaves the exchange as it stands.
         """
         now = asyncio.get_running_loop().time
         body = json.dumps(self.target.body(exchange.request)).encode()
@@ -58,7 +60,7 @@ class Client:
     async def _attempt(
         self, body: bytes, exchange: Exchange, now: Clock, deadline_s: float
     ) -> tuple[Outcome, str, float | None]:
-        """Return how an attempt ended, why, and in how many seconds at least another one may do better; None: never."""
+        """Return how an attempt ended, why, and after how many seconds at least a retry may do better; None: never."""
         headers = {"Content-Type": "application/json", **self.target.headers}
         try:
             async with (
@@ -71,6 +73,8 @@ class Client:
                     return Outcome.REFUSED, f"HTTP {reply.status}: {text}", again_s
                 async for piece in reply.content.iter_any():
                     exchange.answer.feed(piece, now())
+                if reply.content_type == "application/json" and not exchange.answer.begun:
+                    return Outcome.FAILED, "answered with JSON, not a stream", None
                 exchange.answer.finish()
         except TimeoutError:
             return Outcome.TIMEOUT, f"not answered within {self.target.timeout_s:g} s", None
@@ -83,6 +87,6 @@ class Client:
 
 
 def _asked_to_wait_s(reply: aiohttp.ClientResponse) -> float:
-    """Return the seconds of `Retry-After`; 0 where there is none, or where it is a date."""
+    """Return the seconds of `Retry-After`; 0 if there is none, or if it is a date."""
     asked = reply.headers.get("Retry-After", "").strip()
     return float(asked) if asked.isascii() and asked.isdigit() else 0.0

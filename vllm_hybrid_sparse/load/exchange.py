@@ -24,12 +24,12 @@ class Attempt:
 
     begun_s: float  # after the request was first sent
     outcome: Outcome
-    reason: str  # empty where it is ok
+    reason: str  # empty if it is ok
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a client saw of one request. Times are seconds after it was first sent, where nothing else is said."""
+    """What a client saw of one request. Times are seconds after it was first sent, unless a field says otherwise."""
 
     index: int  # in the trace
     group: str | None
@@ -40,8 +40,8 @@ class Record:
     outcome: Outcome
     reason: str
     attempts: tuple[Attempt, ...]
-    sendings: int  # how often it was sent; an interruption while waiting for the next one is an attempt, not a sending
-    prompt_tokens: int | None  # as the server counts them; None where it does not tell
+    sendings: int  # how often it was sent; an interruption while waiting to send again is an attempt, not a sending
+    prompt_tokens: int | None  # as the server counts them; None if it does not tell
     cached_tokens: int | None
     output_tokens: int
     counted: Counted
@@ -62,12 +62,12 @@ class Record:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to the first token; None where none came."""
+        """Time to the first token; None if none came."""
         return self.arrivals[0].at_s if self.arrivals else None
 
     @property
     def e2e_s(self) -> float | None:
-        """Time to the last token; None where none came."""
+        """Time to the last token; None if none came."""
         return self.arrivals[-1].at_s if self.arrivals else None
 
     @property
@@ -84,7 +84,7 @@ class Record:
 
     @property
     def lag_s(self) -> float | None:
-        """By how much we sent it late; None in closed loop."""
+        """How late we sent it; None in closed loop."""
         return None if self.due_s is None else self.sent_s - self.due_s
 
 
@@ -104,11 +104,11 @@ class Exchange:
 
     @property
     def over(self) -> bool:
-        """Whether it is known what became of the request."""
+        """Whether the outcome of the request is known."""
         return self._ended_s is not None
 
     def begin_attempt(self, now_s: float) -> None:
-        """Take note that the request is sent, for the first time or again; what an earlier answer said is dropped."""
+        """Take note that the request is sent, for the first time or again; an earlier answer is dropped."""
         if self.sent_s is None:
             self.sent_s = now_s
         self._attempt_s = now_s

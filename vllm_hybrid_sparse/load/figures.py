@@ -1,4 +1,4 @@
-"""What the records of a run come to.
+"""The figures of a run, computed from its records.
 
 The definitions are those of `vllm bench serve` (0.32), over the requests that were answered to the end:
 
@@ -10,8 +10,8 @@ e2e          time to the last token
 throughput   requests, or tokens, over the time from the start of the run to the end of its last request
 goodput      requests a second that keep every limit; a request with fewer than two tokens keeps those on tbt and tpot
 
-They differ from it where the first chunk of a chat holds a role but no token (here it is no token), where a request was
-sent again (here its times go on from the first sending), and where an answer breaks off (here it is failed).
+They differ from it in three cases. If the first chunk of a chat holds a role but no token, it counts as no token here.
+If a request was sent again, its times run from the first sending. If an answer breaks off, the request has failed.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from vllm_hybrid_sparse.load.runner import Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a request must keep to be a good one, in milliseconds; None asks nothing."""
+    """The limits that a good request keeps, in milliseconds; None: no limit."""
 
     ttft: float | None = None
     tbt: float | None = None  # P99 of the request's own times between tokens
@@ -69,27 +69,27 @@ class Figures:
 
     planned: int
     outcomes: dict[str, int]
-    reasons: dict[str, int]  # of attempts that did not end well, those that were made again included
+    reasons: dict[str, int]  # of attempts that did not end well, including those that were repeated
     not_sent: int
     retries: int
     short_answers: int  # fewer tokens than asked for with ignore_eos
-    counted: dict[str, int]  # answered requests by where their number of tokens is from
+    counted: dict[str, int]  # answered requests, by the source of their number of tokens
     duration_s: float
     requests_per_s: float
     goodput_per_s: float | None  # None without limits
     output_tokens_per_s: float
     total_tokens_per_s: float
     prompt_tokens: int
-    cached_tokens: int | None  # None where the server does not tell
+    cached_tokens: int | None  # None if the server does not tell
     output_tokens: int
     most_tokens_together: int
     ttft_s: Distribution
     tbt_s: Distribution
-    request_median_tbt_s: Distribution  # over requests, of each request's median
+    request_median_tbt_s: Distribution  # distribution over requests of each one's median
     request_p99_tbt_s: Distribution
     tpot_s: Distribution
     e2e_s: Distribution
-    lag_s: Distribution  # how late we sent; more than a few ms says that this client is overloaded
+    lag_s: Distribution  # how late we sent; more than a few ms means that this client is overloaded
     queueing: Queueing
 
     @property
@@ -101,7 +101,7 @@ class Figures:
 def figures(
     runs: Sequence[Run], observed: Histogram | None, unloaded: Unloaded, limits: Limits | None = None
 ) -> Figures:
-    """Sum up `runs`; `observed` is the server's histogram of queueing delays during them, where it has one."""
+    """Sum up `runs`; `observed` is the server's histogram of queueing delays during them, if it has one."""
     records = [record for run in runs for record in run.records]
     answered = [record for record in records if record.ok]
     planned, duration_s = sum(run.planned for run in runs), sum(run.duration_s for run in runs)

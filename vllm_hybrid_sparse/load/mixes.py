@@ -1,4 +1,4 @@
-"""Traces made up from documents or prose, with fixed seeds: the same arguments give the same requests."""
+"""Traces made from documents or prose, with fixed seeds: the same arguments give the same requests."""
 
 import hashlib
 import random
@@ -25,7 +25,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths in tokens, each drawn as often as its weight says."""
+    """Lengths in tokens, each drawn in proportion to its weight."""
 
     tokens: tuple[int, ...]
     weights: tuple[float, ...]
@@ -51,7 +51,7 @@ class Lengths:
 
 
 def cut_to_words(text: str, words: int) -> str:
-    """Return the first `words` words of `text` with what stands between them; all of it where it has fewer."""
+    """Return the first `words` words of `text` with the space between them; all of it if it has fewer."""
     end = 0
     for _ in range(words):
         while end < len(text) and text[end].isspace():
@@ -73,10 +73,10 @@ def document_mix(
     words: int | None = None,
     ignore_eos: bool = True,
 ) -> list[Request]:
-    """Return `each` questions over every document, in an order drawn from `seed`.
+    """Return `each` questions about every document, in an order drawn from `seed`.
 
-    documents   text by name; the name is the group of its requests, whose prompts begin with the same text
-    questions   asked in turn, each document beginning at another one; numbered from the second time on
+    documents   text by name; the name is the group of its requests, since their prompts begin with the same text
+    questions   asked in turn, starting at a different one for each document; numbered from the second time on
     words       documents are cut to this many; None: not cut
     """
     if each < 1:
@@ -106,10 +106,10 @@ def prose_mix(
     *,
     ignore_eos: bool = True,
 ) -> list[Request]:
-    """Return `count` requests to go on with a text that no other request of the trace begins with.
+    """Return `count` requests to continue a text; no two of the texts begin alike.
 
     write             the generator of prose
-    words_per_token   how many words of such prose make a token; the prompts have their lengths by it, about
+    words_per_token   how many words of such prose make a token; the prompts' lengths are set with it, approximately
     """
     if count < 1:
         raise ConfigError(f"requests={count}: must be at least 1")
@@ -134,7 +134,7 @@ def mixed(traces: Sequence[Sequence[Request]], seed: int) -> list[Request]:
 
 
 def first_of_groups(requests: Sequence[Request]) -> list[Request]:
-    """Return the first request of each group: what fills a prefix cache for all of them."""
+    """Return the first request of each group: these fill a prefix cache for the rest of the group."""
     found: dict[str, Request] = {}
     for request in requests:
         if request.group is not None:
@@ -143,5 +143,5 @@ def first_of_groups(requests: Sequence[Request]) -> list[Request]:
 
 
 def salt_for(salt: str, run: str) -> str:
-    """Return a first line that no other salt or run has."""
+    """Return a first line that differs for every salt and run."""
     return f"Run {hashlib.sha256(f'{salt} {run}'.encode()).hexdigest()[:12]}.\n\n"

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing but itself."""
+"""A report as one self-contained HTML page."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -7,10 +7,10 @@ from typing import Any
 
 from vllm_hybrid_sparse.load.percentiles import percentile
 from vllm_hybrid_sparse.load.style import STYLE
-from vllm_hybrid_sparse.load.summary import NO_RATE, capacity_notes, queueing_sources, sent_late
+from vllm_hybrid_sparse.load.summary import NO_RATE, capacity_notes, queueing_delays, queueing_sources, sent_late
 from vllm_hybrid_sparse.load.svg import Chart, Series, cumulative, draw
 
-_WINDOWS = 30  # of the time between tokens over time
+_WINDOWS = 30  # points of the chart of the time between tokens over time
 _TIMES = (
     ("time to first token, ms", "ttft_s", 1e3),
     ("time between tokens, ms", "tbt_s", 1e3),
@@ -91,15 +91,7 @@ def _server(server: Json) -> str:
         for label, name, by in _TIMES
     ]
     queueing = figures["queueing"]
-    rows.append(
-        [
-            "queueing delay, s",
-            queueing["requests"],
-            "",
-            *(_times(queueing[part], 1.0) for part in ("p50_s", "p90_s", "p99_s")),
-            "",
-        ]
-    )
+    rows.append(["queueing delay, s", queueing["requests"], "", *queueing_delays(queueing, 1.0, ".4g"), ""])
     return (
         f"<h2>{escape(server['name'])}</h2>"
         + "".join(f"<p>{escape(fact)}</p>" for fact in facts)
@@ -160,9 +152,9 @@ def _capacity(report: Json) -> Iterator[str]:
                 points.append((one["rate"], p99_s * 1e3))
             verdict = "; ".join(f"{name}: {', '.join(broken) or 'holds'}" for name, broken in one["broken"].items())
             rows.append(
-                [server["name"], f"{one['rate']:.3g}", _times(p99_s, 1e3), _times(seen["queueing"]["p50_s"], 1.0),
-                 _times(seen["ttft_s"]["p99"], 1.0), f"{seen['output_tokens_per_s']:.4g}", verdict,
-                 _commonest(seen["reasons"])]
+                [server["name"], f"{one['rate']:.3g}", _times(p99_s, 1e3),
+                 queueing_delays(seen["queueing"], 1.0, ".4g")[0], _times(seen["ttft_s"]["p99"], 1.0),
+                 f"{seen['output_tokens_per_s']:.4g}", verdict, _commonest(seen["reasons"])]
             )  # fmt: skip
         series += [
             Series(server["name"], points),
@@ -190,7 +182,7 @@ def _capacity(report: Json) -> Iterator[str]:
 
 
 def _commonest(reasons: dict[str, int]) -> str:
-    """Return why most attempts failed, and how many others did."""
+    """Return the commonest reason why attempts failed, and how many failed for other reasons."""
     if not reasons:
         return "–"
     reason, count = max(reasons.items(), key=lambda item: item[1])
@@ -226,7 +218,7 @@ def _charts(report: Json) -> Iterator[str]:
 
 
 def _starts(runs: Sequence[Json]) -> dict[str, float]:
-    """Return where each run begins if they followed one another without a pause."""
+    """Return when each run would begin if the runs followed one another without a pause."""
     lengths = [run["figures"]["duration_s"] for run in runs]
     return dict(zip((run["name"] for run in runs), accumulate(lengths, initial=0.0), strict=False))
 
@@ -259,8 +251,8 @@ def _definitions() -> str:
         "token: from the first sending. Time between tokens: between two arrivals, all requests pooled; tokens that "
         "came together are one arrival. Time per output token: of a request, from its first to its last token over "
         "the number of tokens less one. Queueing delay: until the server first works on a request, by vLLM's own "
-        "histogram where the server has one, else the time to first token less that of a prompt of this length "
-        "served alone.</p>"
+        "histogram where the server has one, which tells between what a percentile lies, else the time to first token "
+        "less that of a prompt of this length served alone.</p>"
     )
 
 

@@ -1,4 +1,4 @@
-"""Percentiles, as numpy takes them, without numpy."""
+"""Percentiles as numpy computes them, without numpy."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile, by straight lines between the sorted values; ValueError without any."""
+    """Return the percentile, interpolated linearly between the sorted values; ValueError if there are none."""
     if not values:
         raise ValueError("percentile: needs at least one value")
     return _of_sorted(sorted(values), percent)
@@ -21,7 +21,7 @@ def _of_sorted(ordered: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What is told of many values; all but `count` are None without any."""
+    """A summary of many values; without values all fields but `count` are None."""
 
     count: int
     mean: float | None = None

@@ -1,5 +1,6 @@
-"""Histograms and sums out of the text that a server exposes to Prometheus."""
+"""Histograms and sums read from the text that a server exposes to Prometheus."""
 
+import bisect
 import math
 import re
 from dataclasses import dataclass
@@ -19,41 +20,37 @@ class Histogram:
 
     @property
     def total(self) -> float:
-        """Observations in all."""
+        """The number of observations."""
         return self.counts[-1]
 
     def since(self, before: "Histogram") -> "Histogram":
-        """Return what was observed after `before` was read; ValueError where the buckets differ or counts fell."""
+        """Return what was observed after `before` was read; ValueError if the buckets differ or counts fell."""
         counts = tuple(later - earlier for later, earlier in zip(self.counts, before.counts, strict=True))
         if self.bounds != before.bounds or min(counts) < 0:
             raise ValueError("the histograms are not of one series")
         return Histogram(self.bounds, counts)
 
     def plus(self, other: "Histogram") -> "Histogram":
-        """Return both together; ValueError where the buckets differ."""
+        """Return both together; ValueError if the buckets differ."""
         if self.bounds != other.bounds:
             raise ValueError("the histograms have different buckets")
         return Histogram(self.bounds, tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)))
 
-    def quantile(self, share: float) -> float | None:
-        """Return the value below which `share` of the observations lie, even inside a bucket; None without any.
+    def bucket(self, share: float) -> tuple[float, float] | None:
+        """Return the bounds of the bucket in which a quantile lies; None without observations.
 
-        As Prometheus does: what lies above the last finite bound is taken to lie at it.
+        The quantile is above the first bound (0 for the lowest bucket) and at most the second.
+
+        share   of the observations at or below the quantile, above 0 and at most 1
         """
         if not self.total:
             return None
-        rank, low, below = share * self.total, 0.0, 0.0
-        for bound, count in zip(self.bounds, self.counts, strict=True):
-            if count >= rank and count > below:
-                return low if math.isinf(bound) else low + (bound - low) * (rank - below) / (count - below)
-            if not math.isinf(bound):
-                low = bound
-            below = count
-        return low
+        place = bisect.bisect_left(self.counts, share * self.total)
+        return self.bounds[place - 1] if place else 0.0, self.bounds[place]
 
 
 def total(text: str, name: str) -> float | None:
-    """Return the sum of a counter or gauge over its label sets; None where the exposition has none of that name."""
+    """Return the sum of a counter or gauge over its label sets; None if the exposition has none of that name."""
     values = [
         float(line.rpartition("}")[2].split()[0] if "{" in line else line.split()[1])
         for line in text.splitlines()
@@ -63,7 +60,7 @@ def total(text: str, name: str) -> float | None:
 
 
 def histogram(text: str, name: str) -> Histogram | None:
-    """Return the histogram `name` of an exposition, its label sets added up; None where it has none."""
+    """Return the histogram `name` of an exposition, its label sets added up; None if it has none."""
     counts: dict[float, float] = {}
     for line in text.splitlines():
         sample = _SAMPLE.match(line)

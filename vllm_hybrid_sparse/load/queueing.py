@@ -1,11 +1,12 @@
 """How long requests waited until a server first worked on them (PSA, section 5: "scheduling delay").
 
-Only a server knows it. vLLM exposes it as the histogram `vllm:request_queue_time_seconds`, which is used where there is
-one. From the client's side it is estimated as the time to first token less that of a prompt of the same length served
-alone; this also counts what running beside other requests does to a prefill, so it is at or above the true delay.
+Only the server knows it. vLLM exposes it as the histogram `vllm:request_queue_time_seconds`, which is used if there is
+one. Otherwise the client estimates it: the time to first token less that of a prompt of the same length served alone.
+The estimate includes how much other requests slow a prefill down, so it is at or above the true delay.
 """
 
 import bisect
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from vllm_hybrid_sparse.load.prometheus import QUEUE_TIME, Histogram
 
 @dataclass(frozen=True, slots=True)
 class Unloaded:
-    """What requests take that are served alone, measured before a run."""
+    """How long requests that are served alone take, measured before a run."""
 
-    ttft_s: tuple[tuple[int, float], ...]  # by prompt tokens, ascending, one entry a length; may be empty
-    gap_s: float | None  # median time between arrivals: a decode iteration; None where no answer had two
+    ttft_s: tuple[tuple[int, float], ...]  # (prompt tokens, time), ascending, one entry per length; may be empty
+    gap_s: float | None  # median time between arrivals: a decode iteration; None if no answer had two
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> "Unloaded":
@@ -37,10 +38,10 @@ class Unloaded:
         )
 
     def expected_ttft_s(self, prompt_tokens: int | None) -> float | None:
-        """Return the time to first token of a prompt served alone, between the measured lengths by straight lines.
+        """Return the time to first token of a prompt served alone, interpolated linearly between measured lengths.
 
-        Beyond them it is that of the nearest length. None where nothing was measured, or the length is not known and
-        there is more than one.
+        Outside them it is that of the nearest length. None if nothing was measured, or if the length is not known and
+        more than one was measured.
         """
         if not self.ttft_s or (prompt_tokens is None and len(self.ttft_s) > 1):
             return None
@@ -54,13 +55,41 @@ class Unloaded:
 
 @dataclass(frozen=True, slots=True)
 class Queueing:
-    """Queueing delay of the requests of a run, and where it is known from."""
+    """Queueing delay of the requests of a run, and its source.
+
+    A histogram tells only in which bucket a percentile lies: above `above_s` and at most `p50_s`, and so on. The last
+    bucket has no upper bound; for it both values are the lower bound.
+    """
 
     source: str
     requests: int
     p50_s: float | None
     p90_s: float | None
     p99_s: float | None
+    above_s: tuple[float, ...] | None = None  # lower bounds of the three; None: the three are exact
+
+    def median(self) -> str:
+        """Return the median in seconds, or its bounds."""
+        if self.p50_s is None:
+            return "?"
+        return f"{self.p50_s:.2f}" if self.above_s is None else bounds_text(self.above_s[0], self.p50_s)
+
+    def median_above(self, limit_s: float) -> bool | None:
+        """Return whether the median is above `limit_s`; None if that is not known."""
+        if self.p50_s is None:
+            return None
+        if self.above_s is None:
+            return self.p50_s > limit_s
+        if self.above_s[0] >= limit_s:
+            return True
+        return False if self.above_s[0] < self.p50_s <= limit_s else None
+
+
+def bounds_text(above: float, at_most: float) -> str:
+    """Return a short text: the value is above one number and at most the other; if they are equal, only above it."""
+    if at_most == above:
+        return f">{above:g}"
+    return f"{above:g}–{at_most:g}" if above else f"≤{at_most:g}"
 
 
 FROM_SERVER = f"server: {QUEUE_TIME}"
@@ -69,18 +98,26 @@ UNKNOWN = "not known"
 
 
 def estimated_s(record: Record, unloaded: Unloaded) -> float | None:
-    """Return a request's delay as its client can tell, at least 0; None where no token came or nothing compares."""
+    """Return a request's delay as its client estimates it, at least 0; None without a token or a time to compare."""
     expected_s = unloaded.expected_ttft_s(record.prompt_tokens)
     if record.ttft_s is None or expected_s is None:
         return None
     return max(0.0, record.ttft_s - expected_s)
 
 
+def _within_buckets(observed: Histogram) -> Queueing:
+    buckets = [bucket for share in (0.5, 0.9, 0.99) if (bucket := observed.bucket(share)) is not None]
+    p50_s, p90_s, p99_s = (low if math.isinf(high) else high for low, high in buckets)
+    above_s = tuple(low for low, _ in buckets)
+    return Queueing(FROM_SERVER, round(observed.total), p50_s, p90_s, p99_s, above_s)
+
+
 def queueing(records: Sequence[Record], observed: Histogram | None, unloaded: Unloaded) -> Queueing:
-    """Return the delay from the server's histogram where it observed anything, else as the client estimates it."""
+    """Return the delay from the server's histogram if it observed anything, else as the client estimates it."""
     if observed is not None and observed.total:
-        return Queueing(FROM_SERVER, round(observed.total), *(observed.quantile(share) for share in (0.5, 0.9, 0.99)))
+        return _within_buckets(observed)
     delays = [delay for record in records if record.ok and (delay := estimated_s(record, unloaded)) is not None]
     if not delays:
         return Queueing(UNKNOWN, 0, None, None, None)
-    return Queueing(ESTIMATED, len(delays), *(percentile(delays, share) for share in (50, 90, 99)))
+    p50_s, p90_s, p99_s = (percentile(delays, share) for share in (50, 90, 99))
+    return Queueing(ESTIMATED, len(delays), p50_s, p90_s, p99_s)

@@ -1,4 +1,4 @@
-"""The results of a measurement as one JSON document, all raw times included."""
+"""The results of a measurement as one JSON document, including all raw times."""
 
 import hashlib
 import json
@@ -21,9 +21,10 @@ from vllm_hybrid_sparse.load.figures import Limits, figures
 from vllm_hybrid_sparse.load.requests import Request
 from vllm_hybrid_sparse.load.search import Capacity
 from vllm_hybrid_sparse.load.side import Measured, Side
+from vllm_hybrid_sparse.load.traces import write_text
 from vllm_hybrid_sparse.load.turns import Load, Results, ratios
 
-SCHEMA = 1  # counts up where a reader of old reports would misread a new one
+SCHEMA = 2  # goes up by one when a reader of old reports would misread a new one
 
 
 _PLACE = re.compile(r"""(?<![\w.~/:])~?/(?:[^/\s,"']+/)*(?=[^/\s,"'])""")
@@ -85,8 +86,8 @@ def document(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a report; it holds no NaN, which JSON has not."""
-    path.write_text(json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    """Write a report; it must hold no NaN, since JSON has none."""
+    write_text(path, json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _versions() -> dict[str, str]:
@@ -114,14 +115,18 @@ def _place_free(value: Any) -> Any:
     return value
 
 
+def trace_digest(requests: Sequence[Request]) -> str:
+    """Return a digest of the requests that depends on their prompts, lengths and order."""
+    return hashlib.sha256(repr([(request.prompt, request.max_tokens) for request in requests]).encode()).hexdigest()
+
+
 def _trace(requests: Sequence[Request]) -> dict[str, Any]:
-    whole = hashlib.sha256(repr([(request.prompt, request.max_tokens) for request in requests]).encode())
     return {
         "requests": len(requests),
         "groups": dict(Counter(request.group for request in requests if request.group is not None)),
         "kinds": dict(Counter(request.kind for request in requests)),
         "max_tokens": dict(sorted(Counter(request.max_tokens for request in requests).items())),
-        "sha256": whole.hexdigest(),
+        "sha256": trace_digest(requests),
     }
 
 
@@ -156,7 +161,7 @@ def _run(
 
 
 def _offered(records: Sequence[Record]) -> float | None:
-    """Return the rate that the arrivals in fact had, which a nominal rate is only the mean of."""
+    """Return the rate that the arrivals really had; the nominal rate is only its mean."""
     last_s = max((record.due_s for record in records if record.due_s is not None), default=0.0)
     return len(records) / last_s if last_s else None
 

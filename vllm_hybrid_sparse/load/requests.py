@@ -10,12 +10,12 @@ Prompt = str | tuple[int, ...] | tuple[dict[str, Any], ...]  # text, token ids, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked of a server, before it is known which.
+    """A request, independent of the server that will get it.
 
     prompt       text, a tuple of token ids, or a tuple of chat messages; not empty
     max_tokens   most output tokens, > 0
     ignore_eos   go on to `max_tokens` whatever the model says (vLLM's field; other servers may refuse it)
-    arrival_s    when it arrived in the recorded run, seconds from its start, >= 0; None where that is not known
+    arrival_s    when it arrived in the recorded run, seconds from its start, >= 0; None if that is not known
     group        requests of one group begin with the same text, so that a server's prefix cache hits; None: of no group
     """
 
@@ -41,7 +41,7 @@ class Request:
         return "messages" if isinstance(self.prompt[0], dict) else "tokens"
 
     def size(self) -> int:
-        """Return how long the prompt is, in a unit of its own kind: to order prompts, not to count tokens."""
+        """Return the prompt's length in a unit that depends on its kind: for ordering prompts, not counting tokens."""
         if isinstance(self.prompt, str):
             return len(self.prompt)
         return sum(len(str(part.get("content"))) if isinstance(part, dict) else 1 for part in self.prompt)
@@ -49,7 +49,7 @@ class Request:
     def salted(self, salt: str) -> "Request":
         """Return the request with `salt` as its first text, so that a prefix cached before does not match.
 
-        Raises ConfigError for a prompt of token ids, before which no text can be put.
+        Raises ConfigError for a prompt of token ids, since no text can be put before those.
         """
         if isinstance(self.prompt, str):
             return replace(self, prompt=salt + self.prompt)

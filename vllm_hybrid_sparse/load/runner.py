@@ -1,4 +1,4 @@
-"""One run: requests sent by a schedule, and every one of them accounted for."""
+"""One run: requests are sent by a schedule, and every one is accounted for."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ _PROGRESS_INTERVAL_S = 5.0
 
 
 class Performer(Protocol):
-    """What sends a request: a client, or a model of a server in tests."""
+    """Sends a request: a client, or a model of a server in tests."""
 
     async def perform(self, exchange: Exchange) -> None:
-        """Send the request and write to `exchange` what happens, ended when this returns."""
+        """Send the request and write what happens to `exchange`, which is over when this returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was seen; not sent are those requests of the trace that `records` lacks."""
+    """What was seen; requests of the trace that are missing in `records` were not sent."""
 
     records: tuple[Record, ...]  # in the order of the trace
     planned: int  # requests of the trace
@@ -41,7 +41,7 @@ class Standing:
     failed: int
 
     def line(self) -> str:
-        """Return it in words."""
+        """Return this in words."""
         rate = self.done / self.passed_s if self.passed_s else 0.0
         return (
             f"{self.passed_s:6.0f} s: sent {self.sent} of {self.planned}, running {self.running}, done {self.done}, "
@@ -88,7 +88,7 @@ async def run_load(
     """Send `requests` as `schedule` says and return what became of them.
 
     schedule   an OpenLoop with as many times as there are requests, or a ClosedLoop
-    stop       once set, nothing more is sent and what is under way is cut off, with what came of it kept
+    stop       once set, nothing more is sent; requests under way are cut off, and what came of them is kept
     report     is told how the run stands every `interval_s`, and at its end
 
     The clock is the event loop's.
@@ -152,7 +152,7 @@ async def _show(course: _Course, report: Report, interval_s: float) -> None:
 
 
 async def _cancel(*tasks: asyncio.Task[object] | asyncio.Task[None] | None) -> None:
-    """Cancel tasks and wait until they have ended; their errors are raised where they are awaited for their result."""
+    """Cancel tasks and wait until they have ended; their errors are raised where their results are awaited."""
     started = [task for task in tasks if task is not None]
     for task in started:
         task.cancel()

@@ -1,4 +1,4 @@
-"""The search for each server's capacity, one run a server and turn."""
+"""The search for each server's capacity, one run per server and turn."""
 
 import asyncio
 import re
@@ -12,9 +12,9 @@ from vllm_hybrid_sparse.load.figures import Figures
 from vllm_hybrid_sparse.load.side import LoadError, Say
 from vllm_hybrid_sparse.load.turns import Load, Results, in_turn, run_once
 
-_LEAST_SPAN = 5.0  # times the median end-to-end latency, for which requests should keep coming
-_LEAST_BUSY = 0.1  # requests under way on average, below which a slower rate is no other load
-_REFUSED_AS_SUCH = re.compile(r"HTTP 4(?!08|25|29)\d\d")  # but for those that ask to come again
+_LEAST_SPAN = 5.0  # requests should keep coming for this many times the median end-to-end latency
+_LEAST_BUSY = 0.1  # with fewer requests under way on average, a slower rate is no different load
+_REFUSED_AS_SUCH = re.compile(r"HTTP 4(?!08|25|29)\d\d")  # except those that ask to try again
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Try:
     rate: float
     run: str
     seen: Figures
-    busy: float  # requests under way, on average while they came
+    busy: float  # requests under way on average, while requests came
 
 
 @dataclass(slots=True)
@@ -34,14 +34,14 @@ class Capacity:
     results: Results
     tries: list[Try] = field(default_factory=list)
     spent: dict[str, int] = field(default_factory=dict)  # runs by the limit that they were done for
-    ended: str | None = None  # why no slower rate would do better, where one was found that says so
+    ended: str | None = None  # why the search ended early: no slower rate would do better, or a run could not begin
 
     def verdicts(self, slo: Slo) -> list[tuple[float, bool]]:
         """Return what was tried, judged by `slo`."""
         return [(one.rate, not slo.broken(one.seen)) for one in self.tries]
 
     def bracket(self, slo: Slo) -> tuple[float | None, float | None]:
-        """Return the highest rate that holds and the lowest that fails; None where none was found."""
+        """Return the highest rate that holds and the lowest that fails; None if none was found."""
         return bracket(self.verdicts(slo))
 
     def too_short(self, slo: Slo) -> bool:
@@ -62,7 +62,7 @@ class Capacity:
         say(f"{self.results.side.name}: the search ends: {why}")
 
     def next_rate(self, slos: Sequence[Slo], search: Search) -> tuple[Slo, float] | None:
-        """Return the next rate to try and for which limit; None where nothing is left to find out."""
+        """Return the limit to search for next and the rate to try; None if nothing is left to find out."""
         for slo in slos if self.ended is None else ():
             rate = search.next_rate(self.verdicts(slo))
             if rate is not None and self.spent.get(slo.name, 0) < search.tries and not self.fails_alone(slo):
@@ -70,16 +70,16 @@ class Capacity:
         return None
 
     def fails_alone(self, slo: Slo) -> bool:
-        """Return whether no rate holds and one fails at which requests hardly meet: a slower one would fail, too."""
+        """Return whether no rate holds and one failed at which requests hardly overlap: slower ones would fail, too."""
         return self.bracket(slo)[0] is None and any(
             one.busy < _LEAST_BUSY and slo.broken(one.seen) for one in self.tries
         )
 
 
 def whatever_the_rate(records: Sequence[Record]) -> str | None:
-    """Return what of a try has nothing to do with its rate, in words; None where a slower one may do better.
+    """Return why a try failed for a reason unrelated to its rate, in words; None if a slower one may do better.
 
-    That is a request which the server refuses for what it is, and a server that no longer answers any.
+    There are two such reasons: the server refuses a request for what it is, or it no longer answers any.
     """
     refused = [one for one in records if one.outcome is Outcome.REFUSED and _REFUSED_AS_SUCH.match(one.reason)]
     if refused:
@@ -90,7 +90,7 @@ def whatever_the_rate(records: Sequence[Record]) -> str | None:
 
 
 def never_known(seen: Figures) -> str | None:
-    """Return what answered requests do not show at any rate, in words; None where they show all that is judged."""
+    """Return what answered requests cannot show at any rate, in words; None if they show all that is judged."""
     if not seen.outcomes.get(Outcome.OK.value):
         return None
     if seen.tbt_s.p99 is None:
@@ -110,13 +110,13 @@ async def search_in_turns(
     stop: asyncio.Event,
     say: Say,
 ) -> list[Capacity]:
-    """Search each server's capacity, one run a server and turn; what was tried is kept where `stop` ends it.
+    """Search for each server's capacity, one run per server and turn; if `stop` ends it, what was tried is kept.
 
-    The search on a server also ends where a slower rate could not do better (`whatever_the_rate`), and where what comes
-    before a run fails.
+    The search on a server also ends if a slower rate could not do better (`whatever_the_rate`, `never_known`), or if
+    the preparation of a run fails.
 
     schedule_at   (requests a second, how many) → when they are sent; the requests are the first of the trace
-    raises        LoadError where that was before any run on any server
+    raises        LoadError if that preparation fails before any run on any server
     """
     searches = [Capacity(results) for results in all_results]
     by_results = {id(one.results): one for one in searches}

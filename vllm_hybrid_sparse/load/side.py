@@ -1,4 +1,4 @@
-"""One server under measurement: found out about, warmed up, and run on."""
+"""One server under measurement: probe it, warm it up, and run load on it."""
 
 import asyncio
 import time
@@ -44,9 +44,9 @@ async def served_model(
 ) -> str:
     """Return the model to ask for: `model`, or the only one that the server has.
 
-    A model that is named but not listed is asked for all the same, since not every server lists what it answers to:
-    `say` is told. Raises LoadError where the server cannot be reached, or does not list models and none is named;
-    ConfigError where one must be named.
+    A model that is named but not listed is asked for all the same, and `say` is told: not every server lists every
+    name that it answers to. Raises LoadError if the server cannot be reached, or if it does not list models and none
+    is named; ConfigError if one must be named.
     """
     try:
         served = await _served_models(session, address, api_key)
@@ -65,7 +65,7 @@ async def served_model(
 
 
 class _NoListError(Exception):
-    """A server that answers GET /v1/models with something else than models."""
+    """A server that answers GET /v1/models with something other than models."""
 
 
 async def _served_models(session: aiohttp.ClientSession, address: Address, api_key: str | None) -> list[str]:
@@ -94,7 +94,7 @@ def _model_names(answer: Any) -> list[str]:
 
 
 class Side:
-    """A server whose figures are wanted, with what is known of it."""
+    """A server to be measured, with what is known about it."""
 
     def __init__(self, session: aiohttp.ClientSession, target: Target) -> None:
         self.target = target
@@ -108,9 +108,9 @@ class Side:
         return self.target.address.name
 
     async def find_out(self, probe: Request) -> None:
-        """Ask `probe` with the fullest usage that the server takes, and for its version.
+        """Send `probe` with the fullest usage that the server accepts, and ask for the server's version.
 
-        Raises LoadError where it refuses the request in every form, or fails to answer it.
+        Raises LoadError if the server refuses the request in every form, or fails to answer it.
         """
         self.version = await self._server_version()
         record = None
@@ -140,7 +140,7 @@ class Side:
             await self._ask_or_fail(request)
 
     async def warm_up(self, requests: Sequence[Request], *, stop: asyncio.Event, say: Say) -> list[Record]:
-        """Send requests one after another and keep as `unloaded` what they take."""
+        """Send requests one after another and keep their times as `unloaded`."""
         records = []
         for number, request in enumerate(requests, start=1):
             if stop.is_set():
@@ -153,7 +153,7 @@ class Side:
     async def run(
         self, requests: Sequence[Request], schedule: Schedule, *, stop: asyncio.Event, report: Report | None
     ) -> Measured:
-        """Put the load on the server and return what was seen, by the clients and by the server."""
+        """Put the load on the server and return what the clients and the server saw."""
         before = await self.queue_times()
         begun = time.time()
         run = await run_load(Client(self._session, self.target), requests, schedule, stop=stop, report=report)
@@ -161,11 +161,11 @@ class Side:
         observed = await self._observed(before, answered)
         sent = sum(record.sendings for record in run.records)
         if observed is not None and not answered <= observed.total <= sent:
-            observed = None  # of another replica, or of others' requests too: the clients' estimate is better
+            observed = None  # of another replica, or with others' requests in it: the clients' estimate is better
         return Measured(run, observed, begun)
 
     async def queue_times(self) -> Histogram | None:
-        """Return the server's histogram of queueing delays; None where it exposes none."""
+        """Return the server's histogram of queueing delays; None if it exposes none."""
         text = await self._get_text(f"{self.target.address.root}/metrics")
         return None if text is None else histogram(text, QUEUE_TIME)
 
@@ -180,7 +180,7 @@ class Side:
                 return None
             try:
                 observed = after.since(before)
-            except ValueError:  # the server has been started anew
+            except ValueError:  # the server was restarted
                 return None
             if observed.total >= answered or now() > deadline_s:
                 return observed
@@ -193,7 +193,7 @@ class Side:
         return record
 
     async def _server_version(self) -> str | None:
-        """Return what vLLM says at /version; None where a server says nothing there."""
+        """Return what vLLM says at /version; None if a server says nothing there."""
         text = await self._get_text(f"{self.target.address.root}/version")
         return None if text is None or len(text) > 200 else text.strip()
 

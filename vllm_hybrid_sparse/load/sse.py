@@ -1,19 +1,19 @@
-"""Server-sent events out of the pieces in which they come over the wire."""
+"""Server-sent events, put together from the pieces in which they come over the wire."""
 
 from vllm_hybrid_sparse.errors import HybridSparseError
 
-_MOST_BYTES = 2**24  # of one event; a server that never ends one is not kept in memory
+_MOST_BYTES = 2**24  # of one event; an event that the server never ends must not fill the memory
 
 
 class StreamError(HybridSparseError, RuntimeError):
-    """A stream that does not say what it should; the text is the reason that the record keeps."""
+    """A stream that is not as it should be; the text is the reason that the record keeps."""
 
 
 class EventDecoder:
-    """Joins pieces of a stream to events and returns the data of each.
+    """Joins pieces of a stream into events and returns the data of each.
 
-    Lines end with LF or CR LF. Comments (pings) and the fields event, id and retry are passed over. Text is decoded
-    when an event is whole, so that a piece may end inside a character.
+    Lines end with LF or CR LF. Comments (pings) and the fields event, id and retry are skipped. Text is decoded when an
+    event is whole, so a piece may end inside a character.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class EventDecoder:
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[str]:
-        """Return the data of all events that `piece` completes, in order; empty where it completes none.
+        """Return the data of all events that `piece` completes, in order; empty if it completes none.
 
         Raises StreamError for an event that is not UTF-8 or too long.
         """
@@ -31,9 +31,8 @@ class EventDecoder:
             self._line += end
             line = bytes(self._line).removesuffix(b"\r")
             self._line.clear()
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
+            self._data += _data_of(line)
+            if not line and self._data:
                 events.append(self._text())
         self._line += rest
         if len(self._line) + sum(map(len, self._data)) > _MOST_BYTES:
@@ -45,6 +44,11 @@ class EventDecoder:
         """Whether the stream stands inside an event."""
         return bool(self._line or self._data)
 
+    @property
+    def rest(self) -> bytes:
+        """The data of the unfinished event, as far as it has come."""
+        return b"\n".join([*self._data, *_data_of(bytes(self._line).removesuffix(b"\r"))])
+
     def _text(self) -> str:
         data = b"\n".join(self._data)
         self._data.clear()
@@ -52,3 +56,8 @@ class EventDecoder:
             return data.decode()
         except UnicodeDecodeError as error:
             raise StreamError(f"an event is not UTF-8: {data[:80]!r}") from error
+
+
+def _data_of(line: bytes) -> list[bytes]:
+    """Return the data that a line holds; none if it is a comment, another field or blank."""
+    return [line[5:].removeprefix(b" ")] if line.startswith(b"data:") else []

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from vllm_hybrid_sparse.load.queueing import bounds_text
+
 Json = dict[str, Any]
 
 _TIMES = (
@@ -14,11 +16,11 @@ _TIMES = (
 
 
 NO_RATE = "at no tried rate"
-_LATE_S = 0.05  # more is told: latencies are measured from when a request was sent, not from when it was due
+_LATE_S = 0.05  # report more than this: latencies are measured from when a request was sent, not from when it was due
 
 
 def summary(report: Json) -> str:
-    """Return the main figures of a report, what failed among them."""
+    """Return the main figures of a report, including what failed."""
     lines: list[str] = []
     for server in report["servers"]:
         if server["figures"]:
@@ -34,13 +36,13 @@ def summary(report: Json) -> str:
 
 
 def sent_late(server: Json) -> str | None:
-    """Return what a server's latencies lack because the client was too slow to send in time; None where nothing."""
+    """Return by how much a client was too slow to send in time, which latencies do not include; None if it was not."""
     late_s = max((run["figures"]["lag_s"]["p99"] or 0.0 for run in server["runs"]), default=0.0)
     return f"the client is overloaded: P99 of sending late is {late_s:.2f} s" if late_s > _LATE_S else None
 
 
 def capacity_notes(seen: Json) -> Iterator[str]:
-    """Yield what the highest rate that holds, of one server and limit, does not say."""
+    """Yield the caveats to the highest rate that holds, for one server and limit."""
     if seen["too_short"]:
         yield "too few requests to show that this rate is sustained: the queue had no time to grow"
     if seen["holds_per_s"] is not None and seen["fails_per_s"] is None:
@@ -50,6 +52,14 @@ def capacity_notes(seen: Json) -> Iterator[str]:
 def queueing_sources(server: Json) -> str:
     """Return where the queueing delays of a server's runs come from."""
     return " and ".join(dict.fromkeys(run["figures"]["queueing"]["source"] for run in server["runs"])) or "no run"
+
+
+def queueing_delays(queueing: Json, by: float, digits: str) -> list[str]:
+    """Return P50, P90 and P99 in seconds times `by`, or their bounds."""
+    values = [queueing[part] for part in ("p50_s", "p90_s", "p99_s")]
+    if bounds := queueing.get("above_s"):  # reports before schema 2 have none
+        return [bounds_text(low * by, high * by) for low, high in zip(bounds, values, strict=True)]
+    return ["–" if value is None else f"{value * by:{digits}}" for value in values]
 
 
 def _server(server: Json) -> Iterator[str]:
@@ -69,9 +79,8 @@ def _server(server: Json) -> Iterator[str]:
     yield _row("", ("mean", "P50", "P90", "P99", "max"))
     for label, name in _TIMES:
         yield _row(label, [_ms(figures[name][part]) for part in ("mean", "p50", "p90", "p99", "max")])
-    queueing = figures["queueing"]
-    yield _row("queueing delay, ms", ["", *(_ms(queueing[part]) for part in ("p50_s", "p90_s", "p99_s")), ""])
-    yield f"(queueing delay from {queueing['source']})"
+    yield _row("queueing delay, ms", ["", *queueing_delays(figures["queueing"], 1e3, ".1f"), ""])
+    yield f"(queueing delay from {figures['queueing']['source']})"
 
 
 def _capacity(found: Json) -> Iterator[str]:

@@ -12,14 +12,14 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 28, 46
 _TICKS = 6
 _COLOURS = 6  # as many as the style sheet has
 _MOST_POINTS = 400  # of a line; a page with hundreds of thousands of points does not scroll
-_MARKED_POINTS = 20  # a line of no more shows each of them
+_MARKED_POINTS = 20  # a line with at most this many shows each of them
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one name; of a line or of steps they are ascending in x."""
+    """Points under one name; for a line or steps they are ascending in x."""
 
     name: str
     points: Sequence[Point]
@@ -37,12 +37,12 @@ class Chart:
     levels: Sequence[tuple[str, float]] = ()
     log_x: bool = False
     log_y: bool = False
-    y_top: float | None = None  # where the axis ends; by the points where None
+    y_top: float | None = None  # where the axis ends; None: as the points need
 
 
 @dataclass(slots=True)
 class _Axis:
-    """A range of values mapped to pixels; `low` and `high` are widened to whole ticks."""
+    """A range of values mapped to pixels; the range is widened to whole ticks."""
 
     values: list[float]
     begin: float
@@ -62,7 +62,7 @@ class _Axis:
             self.ticks = [step * number for number in range(math.ceil(reach / step - 1e-9) + 1)]
 
     def place(self, value: float) -> float:
-        """Return the pixel of a value; what lies outside the axis is put on its end."""
+        """Return the pixel of a value; a value outside the axis is put at its end."""
         low, high = self.ticks[0], self.ticks[-1]
         value = min(max(value, low), high)
         share = math.log(value / low) / math.log(high / low) if self.log else (value - low) / (high - low)
@@ -70,13 +70,13 @@ class _Axis:
 
 
 def _step(high: float) -> float:
-    """Return a distance of 1, 2 or 5 times a power of ten, of which about `_TICKS` make `high`."""
+    """Return a tick distance: 1, 2 or 5 times a power of ten, so that about `_TICKS` of them make `high`."""
     power = 10.0 ** math.floor(math.log10(high / _TICKS))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor * _TICKS >= high * (1 - 1e-9))
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """Return at most `most` of the points at even distances, the first and the last among them; `most` >= 2."""
+    """Return at most `most` of the points at even distances, including the first and the last; `most` >= 2."""
     if len(points) <= most:
         return list(points)
     return [points[round(number * (len(points) - 1) / (most - 1))] for number in range(most)]
@@ -89,7 +89,7 @@ def cumulative(values: Sequence[float]) -> list[Point]:
 
 
 def draw(chart: Chart) -> str:
-    """Return an <svg> element; one that says so where there is nothing to draw."""
+    """Return an <svg> element; if there is nothing to draw, it says so."""
     points = [point for series in chart.series for point in series.points]
     label = f'role="img" aria-label="{escape(chart.title)}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     title = f'<text class="title" x="{_LEFT}" y="16">{escape(chart.title)}</text>'

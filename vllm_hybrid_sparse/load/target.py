@@ -1,4 +1,4 @@
-"""What is measured: a server and how it is asked."""
+"""A server to be measured, and how to ask it."""
 
 import re
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Api(StrEnum):
 
 
 class Usage(StrEnum):
-    """What a server is asked to say of the number of tokens."""
+    """What a server is asked to say about the number of tokens."""
 
     EACH_CHUNK = "each-chunk"  # vLLM's continuous_usage_stats
     TOTAL = "total"  # OpenAI's include_usage
@@ -30,20 +30,20 @@ class Usage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server by the name that the report gives it."""
+    """A server, with the name that the report gives it."""
 
     name: str
     root: str  # without /v1 and without a slash at the end
 
     @classmethod
     def parse(cls, option: str, text: str) -> Self:
-        """Read `URL` or `NAME=URL`; the URL may end in /v1. Without a name it is host and port."""
+        """Read `URL` or `NAME=URL`; the URL may end in /v1. The default name is host and port."""
         named = _NAMED.fullmatch(text)
         name, url = named.groups() if named else ("", text)
         parts = urlsplit(url)
         try:
             usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:  # of a port that is no number
+        except ValueError:  # the port is not a number
             usable = False
         if not usable or parts.query or parts.fragment or parts.username:
             raise ConfigError(f"{option}={text}: must be http://HOST[:PORT], or NAME=http://HOST[:PORT]")
@@ -52,14 +52,14 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server, what it is asked with, and how long it is waited for."""
+    """A server, how to ask it, and how long to wait for it."""
 
     address: Address
     model: str
     api: Api = Api.COMPLETIONS
     usage: Usage = Usage.EACH_CHUNK
-    timeout_s: float = 600.0  # of a request with all its attempts, > 0
-    retries: int = 0  # further attempts where one ended before its first token for want of the server, >= 0
+    timeout_s: float = 600.0  # for a request with all its attempts, > 0
+    retries: int = 0  # further attempts if one ends before its first token because the server is unavailable, >= 0
     retry_wait_s: float = 0.5  # before the first of them; each further wait is twice as long
     api_key: str | None = field(default=None, repr=False)
     extra_body: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
@@ -78,18 +78,18 @@ class Target:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """The headers of every request."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def check(self, request: Request) -> None:
-        """Raise ConfigError where the endpoint has no field for the request's kind of prompt."""
+        """Raise ConfigError if the endpoint has no field for the request's kind of prompt."""
         if self.api is Api.CHAT and request.kind == "tokens":
             raise ConfigError("api=chat: has no prompts of token ids; use api=completions")
         if self.api is Api.COMPLETIONS and request.kind == "messages":
             raise ConfigError("api=completions: has no prompts of messages; use api=chat")
 
     def body(self, request: Request) -> dict[str, Any]:
-        """Return what is posted for a request."""
+        """Return the body that is posted for a request."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": request.max_tokens, "temperature": 0, "stream": True}
         if self.api is Api.COMPLETIONS:
             body["prompt"] = request.prompt if isinstance(request.prompt, str) else list(request.prompt)

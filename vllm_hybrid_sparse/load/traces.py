@@ -10,7 +10,7 @@ ignore_eos          optional, default false
 arrival_s           optional, seconds from the start of the recording, ascending
 group               optional: requests of one group begin with the same text
 
-Lines that are blank are skipped; a key that is none of these is an error.
+Blank lines are skipped; any other key is an error.
 """
 
 import json
@@ -20,12 +20,13 @@ from typing import Any
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.load.requests import Prompt, Request
+from vllm_hybrid_sparse.predictor.whole_file import whole_file
 
 _KEYS = ("prompt", "messages", "max_tokens", "ignore_eos", "arrival_s", "group")
 
 
 def read_text(option: str, path: Path) -> str:
-    """Return the UTF-8 text of a file; ConfigError names the option where it is missing, empty or not UTF-8."""
+    """Return the UTF-8 text of a file; ConfigError names the option if it is missing, empty or not UTF-8."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -35,6 +36,12 @@ def read_text(option: str, path: Path) -> str:
     if not text.strip():
         raise ConfigError(f"{option}={path}: must not be empty")
     return text
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file as UTF-8, or leave the old one as it is; what UTF-8 cannot hold becomes JSON escapes."""
+    with whole_file(path) as scratch:
+        scratch.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def read_trace(path: Path) -> list[Request]:
@@ -55,7 +62,7 @@ def read_trace(path: Path) -> list[Request]:
 def write_trace(path: Path, requests: Iterable[Request]) -> None:
     """Write requests so that `read_trace` returns the same."""
     lines = (json.dumps(_fields(request), ensure_ascii=False) for request in requests)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def _fields(request: Request) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Servers in turns on the same requests."""
+"""Measures servers in turns on the same requests."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from vllm_hybrid_sparse.load.side import Measured, Say, Side
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The requests and what is done before they are sent."""
+    """The requests, and what to do before they are sent."""
 
     requests: tuple[Request, ...]  # not empty
-    salt: str | None  # begin every prompt of a run with a line made of this and the run, so that no run finds prefixes
-    # cached by another one, or by an earlier measurement with another salt; None: as they are
-    spares_groups: bool = False  # leave requests of a group, which are to find their prefix, and token ids without salt
+    salt: str | None  # every prompt of a run begins with a line made from this and the run's name, so that no run finds
+    # prefixes cached by another one, or by an earlier measurement with another salt; None: prompts stay as they are
+    spares_groups: bool = False  # no salt for token ids, nor for requests of a group, which should find their prefix
     prime: bool  # before a run, have the first request of each group read
     warm_up: int = 4  # requests sent alone before the first run, of lengths spread over the trace's, >= 1
     warm_up_tokens: int = 64  # most output tokens of each, >= 2
@@ -34,7 +34,7 @@ class Load:
             raise ConfigError(f"warm-up-tokens={self.warm_up_tokens}: must be at least 2")
 
     def of_run(self, name: str) -> list[Request]:
-        """Return the requests of the run called `name`, which has the same for every server."""
+        """Return the requests of the run called `name`, the same for every server."""
         if self.salt is None:
             return list(self.requests)
         salt = salt_for(self.salt, name)
@@ -51,7 +51,7 @@ class Load:
         return self.prime and self.salt is not None and not self.spares_groups
 
     def first(self, count: int) -> "Load":
-        """Return the same with its first `count` requests."""
+        """Return this load with its first `count` requests only."""
         return replace(self, requests=self.requests[:count])
 
     def alone(self) -> list[Request]:
@@ -82,7 +82,7 @@ class Results:
 
 
 async def prepare(side: Side, load: Load, *, stop: asyncio.Event, say: Say) -> None:
-    """Have prefixes read and measure what requests take that a server serves alone; ends early once `stop` is set."""
+    """Have prefixes read and measure requests that the server serves alone; ends early once `stop` is set."""
     alone = load.alone()
     if load.prime:
         await side.prime(alone if load.primes_each_run else load.requests, stop=stop, say=say)
@@ -108,7 +108,7 @@ async def run_once(
 
 
 def in_turn(all_results: Sequence[Results], turn: int) -> list[Results]:
-    """Return the servers in the order of a turn: as given, and the other way round every second time."""
+    """Return the servers in the order of a turn: as given, and reversed every second time."""
     return list(all_results) if turn % 2 == 0 else list(reversed(all_results))
 
 
@@ -131,7 +131,7 @@ async def rounds(
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How a server compares with the reference in one figure; above 1 it is the better one."""
+    """How a server compares with the reference in one figure; above 1 the server is the better one."""
 
     figure: str
     reference: float

@@ -1,7 +1,7 @@
 """Questions about facts in numbered documents, answered by one of them (qa_1) or by two together (qa_2).
 
-RULER asks questions of SQuAD and HotpotQA over their paragraphs; these are generated lives of persons, of whom few are
-said to be born somewhere, and towns with the wrong rivers.
+RULER asks questions of SQuAD and HotpotQA over their paragraphs. Here the documents are generated: lives of persons,
+few of them with a birthplace, and towns with the wrong rivers.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""What facts are hidden in: prose, a text of the user's, or a few sentences over and over."""
+"""Texts in which facts are hidden: prose, a text of the user's, or a few sentences over and over."""
 
 import random
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from vllm_hybrid_sparse.cli.prose import prose
 
 Filler = Callable[[int, int], list[str]]
-"""Given a number of sentences and a seed, returns them; fewer sentences of the same seed are the first of more."""
+"""Returns that many sentences for a seed; with the same seed, fewer sentences are the first of more."""
 
 _NOISE = ("The kettle is on.", "Rain falls on the roof.", "The cat sleeps by the door.", "We wait and then go on.")
 
@@ -37,7 +37,7 @@ def prose_or_text(path: Path | None) -> Filler:
 
 
 def hide(sentences: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> str:
-    """The sentences in paragraphs, each needle put in `depth` of the way through (0 the start, 1 the end)."""
+    """The sentences in paragraphs, with each needle at its depth (0 the start, 1 the end)."""
     parts = list(sentences)
     placed = sorted(zip(depths, needles, strict=True), key=lambda pair: pair[0], reverse=True)
     for depth, needle in placed:  # from the end, so that no place moves

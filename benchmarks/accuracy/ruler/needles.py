@@ -15,7 +15,7 @@ class NeedleTask:
 
     haystack: str = "prose"  # prose (or the user's text), noise, needles
     kind: str = "number"  # of a value: number (seven digits), code (UUID)
-    keys: int = 1  # hidden in prose or noise, those asked for included
+    keys: int = 1  # hidden in prose or noise, including those asked for
     values: int = 1  # of each key asked for
     asked_keys: int = 1
 
@@ -52,7 +52,7 @@ class NeedleTask:
         return str(rng.randrange(1_000_000, 10_000_000))
 
     def _needle(self, thing: str, value: str) -> str:
-        if self.haystack == "needles":  # among hundreds of its like a small model finds only the shortest sentences
+        if self.haystack == "needles":  # among hundreds like it, a small model finds only the shortest sentences
             return f"The {thing} has the {self.kind} {value}."
         return f"One secret {self.kind} of the {thing} is {value}."
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One text and what is asked about it."""
+    """One text and a question about it."""
 
     instruction: str  # before the context
     context: str

@@ -48,10 +48,10 @@ def depth_of(sample: int) -> float:
 def fit_question(
     task: str, tokens: int, sample: int, *, count_tokens: Callable[[Question], int], filler: Filler, seed: int = 0
 ) -> Question:
-    """The longest question of at most `tokens` tokens, room for the answer kept; the same for the same arguments.
+    """The longest question of at most `tokens` tokens with its answer's room; the same for the same arguments.
 
-    count_tokens   tokens of the whole prompt that is made of a question
-    raises         ValueError where not even the shortest fits
+    count_tokens   tokens of the whole prompt that is made from a question
+    raises         ValueError if not even the shortest fits
     """
     limit = tokens - TASKS[task].new_tokens
 

@@ -1,4 +1,4 @@
-"""Variable tracing: assignments that hand one value on are scattered over noise; all its variables are asked for."""
+"""Variable tracing: assignments that pass one value on are scattered in noise; the task asks for all its variables."""
 
 import random
 
@@ -10,7 +10,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def build_tracing(rng: random.Random, filler: Filler, units: int, depth: float) -> Question:  # noqa: ARG001 - always noise
-    """One chain of `HOPS` hops among `units` sentences, its first assignment at `depth` of the room before the others.
+    """One chain of `HOPS` hops among `units` sentences; `depth` places the first assignment before the others.
 
     A worked example with other names comes first, as in RULER.
     """

@@ -13,9 +13,9 @@ _VOCABULARY = 40  # made-up words of the text
 
 
 def build_common_words(rng: random.Random, filler: Filler, units: int, depth: float) -> Question:  # noqa: ARG001 - spread
-    """A numbered list of about `units` words, of which ten occur at least three times as often as any other.
+    """A numbered list of about `units` words; ten of them occur at least three times as often as any other.
 
-    Two fifths of the list are the common words, the rest words that occur once, or more often in longer lists.
+    Two fifths of the list are the common words; the others occur once, or more often in longer lists.
     A worked example on a short list comes first, as in RULER.
     """
     words = rng.sample(NOUNS, len(NOUNS))
@@ -49,11 +49,11 @@ def _listed_words(rng: random.Random, common: list[str], rare: list[str], units:
 
 
 def build_frequent_words(rng: random.Random, filler: Filler, units: int, depth: float) -> Question:  # noqa: ARG001 - spread
-    """About `units` made-up words whose frequency falls with the square of their rank, a filler sign the first rank."""
+    """About `units` made-up words whose frequency falls with the square of their rank; rank 1 is a filler sign."""
     words = made_up_words(rng, _VOCABULARY)
     shares = [1 / rank**2 for rank in range(1, _VOCABULARY + 2)]
     counts = [max(1, round(units * share / sum(shares))) for share in shares]
-    for place in range(FREQUENT_WORDS, 0, -1):  # short texts: the ranks asked for stay apart
+    for place in range(FREQUENT_WORDS, 0, -1):  # keeps the ranks asked for apart in short texts
         counts[place] = max(counts[place], counts[place + 1] + 1)
     items = [word for word, count in zip(["...", *words], counts, strict=True) for _ in range(count)]
     rng.shuffle(items)

@@ -70,7 +70,7 @@ def made_up_word(rng: random.Random, syllables: int = 2) -> str:
 
 
 def made_up_words(rng: random.Random, count: int, syllables: int = 2) -> list[str]:
-    """That many different made-up words, none of which is part of another."""
+    """`count` different made-up words, none of which is part of another."""
     words: list[str] = []
     while len(words) < count:
         word = made_up_word(rng, syllables)
@@ -85,7 +85,7 @@ def person(rng: random.Random) -> str:
 
 
 def described_things(rng: random.Random, count: int) -> list[str]:
-    """That many different "adjective noun"; ValueError where there are not as many."""
+    """`count` different "adjective noun" pairs; ValueError if there are not that many."""
     pairs = len(ADJECTIVES) * len(NOUNS)
     if count > pairs:
         raise ValueError(f"count={count}: there are {pairs} pairs of adjective and noun")

@@ -1,4 +1,4 @@
-"""What needles are hidden in."""
+"""The text that needles are hidden in."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every task at every length: what it asks can be answered from its text, and it fits."""
+"""Every task at every length: its question can be answered from its text, and it fits."""
 
 import random
 

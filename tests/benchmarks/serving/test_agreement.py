@@ -1,4 +1,4 @@
-"""Our figures and those of `vllm bench serve`, of the same times."""
+"""Our figures and those of `vllm bench serve`, computed from the same times."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +12,14 @@ PERCENTILES = [90.0, 99.0]
 
 
 def noted_by_vllm(seed: int, requests: int) -> dict[str, Any]:
-    """What `vllm bench serve --save-detailed` writes of made-up times, by its own code."""
+    """What `vllm bench serve --save-detailed` writes for made-up times, computed by its own code."""
     serve = pytest.importorskip("vllm.benchmarks.serve")
     outputs_of = pytest.importorskip("vllm.benchmarks.lib.endpoint_request_func")
     rng = np.random.default_rng(seed)
     outputs = []
     for number in range(requests):
         tokens = int(rng.integers(2, 40))
-        # Tokens that come together are one arrival: fewer gaps than tokens.
+        # Tokens that come together count as one arrival, so there are fewer gaps than tokens.
         itl = [float(gap) for gap in rng.exponential(0.05, size=max(1, tokens - 1 - number % 3))]
         ttft = float(rng.exponential(0.4))
         outputs.append(

@@ -1,4 +1,4 @@
-"""A KV cache that is filled by repeating what was drawn once."""
+"""A KV cache is filled by repeating numbers that were drawn once."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from benchmarks.serving.quick_fill import QuickFillWorker
 
 
 def test_all_of_a_cache_is_random_whatever_its_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick_fill, "_DRAWN", 4 * 24)  # of four blocks, so that the last piece is smaller
+    monkeypatch.setattr(quick_fill, "_DRAWN", 4 * 24)  # four blocks, so the last piece is smaller
     worker = QuickFillWorker.__new__(QuickFillWorker)
     cache = torch.zeros(10, 2, 12, dtype=torch.bfloat16).transpose(1, 2)
     worker._fill_tensor(cache, 0.0, 1.0, torch.bfloat16)

@@ -6,7 +6,7 @@ from benchmarks.serving.tpot import room_tokens, summarise
 
 @pytest.mark.parametrize("case", [*CASES, *FULL_CASES], ids=lambda case: case.name)
 def test_a_case_alone_has_room_for_the_longest_request_that_its_servers_allow(case: Case) -> None:
-    """vLLM ends at start-up otherwise."""
+    """Otherwise vLLM ends at start-up."""
     assert room_tokens([case]) >= case.model_tokens
 
 

@@ -1,4 +1,4 @@
-"""Only what was decided clearly is asked for again."""
+"""Only tokens that were decided clearly are asked for again."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def test_an_answer_ends_before_its_first_close_decision() -> None:
     clear = [2 * LEAST_MARGIN] * 6
     assert firm(range(6), clear) == (0, 1, 2, 3, 4, 5)
     assert firm(range(6), [*clear[:5], LEAST_MARGIN / 2]) == (0, 1, 2, 3, 4)
-    assert firm(range(6), [*clear[:5], LEAST_MARGIN]) == (0, 1, 2, 3, 4, 5)  # at the bound is clear
+    assert firm(range(6), [*clear[:5], LEAST_MARGIN]) == (0, 1, 2, 3, 4, 5)  # a margin at the bound is clear
 
 
 def test_an_answer_of_too_few_clear_tokens_is_none() -> None:
@@ -27,7 +27,7 @@ def test_margins_are_between_the_best_two_whatever_their_order() -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with a tokenizer of one token a character."""
+    """A folder with a tokenizer that makes one token of each character."""
     letters = {chr(code): code for code in range(32, 127)}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="~"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -1,4 +1,4 @@
-"""Each rule is broken by what it is there for, and by nothing else."""
+"""Each rule is broken by the fault it is there for, and by nothing else."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ WORKER = Process(1000, 8, 20, 1.0)
 
 
 def reading(minute: float, **changes: float) -> Reading:
-    """A server at rest after `minute` minutes, of which each decodes a row and a prompt's first token."""
+    """A server at rest after `minute` minutes. In each minute it decoded one row and made one prompt's first token."""
     counters = dict.fromkeys(COUNTERS, 0.0)
     counters |= {
         "vllm:generation_tokens_total": 2 * minute,
@@ -79,7 +79,7 @@ def test_what_grows_before_settling_is_none() -> None:
     small = replace(READINGS[0], processes=dict.fromkeys(READINGS[0].processes, Process(100, 1, 1, 0.0)))
     assert broken([small, *READINGS[1:]]) == set()
     assert settled(READINGS, 600.0) is READINGS[2]
-    assert settled(READINGS, 1e9) is READINGS[2]  # a soak that is too short: the last but one
+    assert settled(READINGS, 1e9) is READINGS[2]  # the soak is too short: the last reading but one
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is sent on purpose is as wrong as it says, and the same again."""
+"""Requests that are wrong on purpose are as wrong as they say, and repeatable."""
 
 import json
 import random
@@ -15,7 +15,7 @@ def test_every_mistake_has_a_name_of_its_own_and_statuses() -> None:
 
 
 def test_a_request_without_the_mistake_would_be_answered() -> None:
-    """Each differs from the good one, so that it is the mistake that is refused."""
+    """Each body differs from the good one, so it is refused for its mistake."""
     bodies = [wrong.body for wrong in WRONG if wrong.right == REFUSED and wrong.body.startswith(b'{"model": "m"')]
     assert len(bodies) > 20
     assert json.dumps(good_body("m")).encode() not in bodies
@@ -38,4 +38,4 @@ def test_random_requests_are_repeatable_mostly_json_and_ask_for_little() -> None
             continue
     assert 200 < len(read) < 300
     tokens = [body.get("max_tokens", 0) for body in read]
-    assert not any(count > 32 for count in tokens if isinstance(count, int | float))  # NaN is not above
+    assert not any(count > 32 for count in tokens if isinstance(count, int | float))  # NaN > 32 is false
