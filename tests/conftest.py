@@ -1,15 +1,14 @@
-"""What all tests share: no clock decides, threads that wait sleep, and the device's kernels are interpreted.
+"""What all tests share: no clock decides, waiting threads sleep, and the device's kernels are interpreted.
 
-Hypothesis's limits on time are off: a busy machine fails no test.
+Hypothesis's time limits are off, so no test fails because the machine is busy.
 
-OpenMP's threads would spin while they wait, and so two test processes hold each other up. Its library reads what to
-do when torch loads it.
+OpenMP's threads would spin while they wait, and two test processes would hold each other up. OpenMP reads its variable
+when torch loads it.
 
-Triton decides when a kernel is defined whether it will be interpreted or compiled: here it is told to interpret.
-
-So the device's kernels are tested where there is no device. It must be said before torch is imported, which imports
-Triton, and it is taken back when the tests have been collected, and with them all kernels defined: servers that a test
-starts are not to inherit it. On a GPU: `TRITON_INTERPRET=0 python -m pytest -m gpu`, as `make gpu-check` does.
+Triton decides when a kernel is defined whether it is interpreted or compiled. Here it is told to interpret, so the
+device's kernels are tested on machines without a device. The variable must be set before torch is imported, because
+torch imports Triton. It is removed once the tests are collected, when all kernels have been defined: servers that a
+test starts must not inherit it. On a GPU: `TRITON_INTERPRET=0 python -m pytest -m gpu`, as `make gpu-check` does.
 """
 
 import os

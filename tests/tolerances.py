@@ -1,8 +1,8 @@
 """How far a result may lie from its float64 reference, by the dtype it was computed in: one table for all tests.
 
-Each covers a rounding of the result, and for bf16 one of every attention weight too, which the kernels hold in the
-KV dtype; values have unit size. The worst that the native tests meet is about half of what is allowed (EPYC 9005, all
-four instruction sets), so there is no slack to hide a wrong page or a wrong scale in.
+Each covers one rounding of the result. For bf16 it also covers one of every attention weight, since the kernels hold
+weights in the KV dtype. Values have unit size. The worst error in the native tests is about half of what is allowed
+(EPYC 9005, all four instruction sets), so there is no slack in which a wrong page or a wrong scale could hide.
 """
 
 from typing import NamedTuple

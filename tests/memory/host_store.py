@@ -39,7 +39,7 @@ class Store:
             self.write(key, offset, number)
 
     def fill_all(self) -> dict[PageKey, float]:
-        """Store another number in every page; the numbers."""
+        """Store a different number in every page; return the numbers."""
         keys = [
             PageKey(layer, head, page)
             for layer in range(self.layers)

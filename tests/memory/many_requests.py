@@ -13,23 +13,23 @@ class Traffic(Protocol):
 
     @property
     def running(self) -> Sized:
-        """Those that have not left."""
+        """Requests that have not left."""
 
     def start(self) -> None:
         """One more request comes."""
 
     def decode(self) -> None:
-        """A step of all that run."""
+        """Run a step of all running requests."""
 
     def leave(self) -> None:
         """Some of them leave."""
 
     def check(self) -> None:
-        """AssertionError where something is lost."""
+        """Raise AssertionError if something is lost."""
 
 
 def drive(traffic: Traffic) -> None:
-    """Have all of them come and leave, and check now and then."""
+    """Have all requests come and leave, and check now and then."""
     steps = 0
     while traffic.started < REQUESTS or len(traffic.running):
         while traffic.started < REQUESTS and len(traffic.running) < 4:

@@ -11,12 +11,12 @@ from vllm_hybrid_sparse.memory.slot_table import SlotTable
 
 
 def numbered(keys: Collection[PageKey]) -> NDArray[np.int64]:
-    """[keys]"""
+    """The numbers of pages, [keys]."""
     return np.array([key.number for key in keys], dtype=np.int64)
 
 
 def side_by_side(parts: Sequence[Sequence[PageKey]]) -> NDArray[np.int64]:
-    """[parts, pages of the longest], NO_PAGE behind the last of a shorter one."""
+    """The numbers of pages, [parts, pages of the longest], with NO_PAGE at the end of shorter parts."""
     pages = np.full((len(parts), max(map(len, parts), default=0)), NO_PAGE, dtype=np.int64)
     for row, part in zip(pages, parts, strict=True):
         row[: len(part)] = numbered(part)
@@ -34,12 +34,12 @@ def all_of(pages: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def none_of(pages: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """No part is."""
+    """No part is wanted."""
     return np.zeros(len(pages), dtype=np.bool_)
 
 
 def take_part(owner: DevicePool | SlotTable, pages: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Slots of the pages of one part, and which of them are fresh; CapacityError where it is refused."""
+    """Slots of the pages of one part, and which of them are fresh; CapacityError if it is refused."""
     taken = owner.take(pages[None], all_of(pages[None]))
     for error in taken.refused.values():
         raise error

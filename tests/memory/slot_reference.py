@@ -1,4 +1,4 @@
-"""Slots and orders of eviction, written to be read: what the native table is held to, page by page."""
+"""Slots and orders of eviction, written to be read. The native table must do the same, page by page."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ class Eviction(Protocol):
         """A page has lost its slot, to another or because its content changed."""
 
     def __iter__(self) -> Iterator[PageKey]:
-        """The pages, the one to evict first before the others."""
+        """The pages, in the order in which to evict them."""
 
     def __len__(self) -> int:
         """How many pages hold a slot."""
@@ -61,7 +61,7 @@ class LRU(FIFO):
 
 
 class Turns:
-    """How many turns each layer has had, the one under way included; of all orders of a pool together."""
+    """How many turns each layer has had, including the one under way. All orders of a pool share this."""
 
     def __init__(self) -> None:
         self.layer = -1  # whose turn it is
@@ -80,17 +80,17 @@ class Turns:
 
 
 class Cyclic:
-    """Pages that their layer had no use for in its last turn go first, then the page that was used last.
+    """Pages that their layer did not use in its last turn go first, then the page that was used last.
 
-    Layers take turns, and each wants much the same pages in every step. Where the pages of one step do not fit, LRU
-    evicts those of the layer whose turn comes next, and nothing is ever found. The page whose next use is furthest away
-    is one that the layer under way has just used; so of a step's pages as many stay as there are slots.
+    Layers take turns, and each wants much the same pages in every step. If the pages of one step do not fit, LRU evicts
+    those of the layer whose turn comes next, and nothing is ever found. The page whose next use is furthest away is one
+    that the current layer has just used. If such pages are evicted, as many of a step's pages stay as there are slots.
 
-    turns   the same for all orders of a pool whose layers have an order each; None: this one is alone
+    turns   the same for all orders of a pool if each layer has its own; None: there is only this one
     """
 
     def __init__(self, turns: Turns | None = None) -> None:
-        self._turn_of: OrderedDict[PageKey, int] = OrderedDict()  # its layer's turn at its last use, oldest use first
+        self._turn_of: OrderedDict[PageKey, int] = OrderedDict()  # layer's turn at last use, oldest use first
         self._turns = turns or Turns()
 
     def add(self, key: PageKey) -> None:
@@ -107,7 +107,7 @@ class Cyclic:
         del self._turn_of[key]
 
     def _had_no_use(self, key: PageKey, turn: int) -> bool:
-        """Whether the page was left out in its layer's last turn, of which one that is under way does not count."""
+        """Whether the layer's last turn left the page out. A turn under way does not count."""
         return self._turns.of(key.layer) - turn > (key.layer == self._turns.layer)
 
     def __iter__(self) -> Iterator[PageKey]:
@@ -135,7 +135,7 @@ class Taken(NamedTuple):
     """Slots of some pages, which are pinned."""
 
     slots: list[int]  # in the order of the pages
-    missing: list[int]  # which of them hold nothing yet, as indices; a page that was asked for twice is named once
+    missing: list[int]  # indices of slots that hold nothing yet; a page that was asked for twice is named once
 
 
 class SlotTable:
@@ -151,7 +151,7 @@ class SlotTable:
         self.evictions = 0  # pages that made room for others, since the table was made
 
     def set_aside(self, run: Sequence[int]) -> bool:
-        """Take slots out of use, with what lies there; nothing changes where one is pinned or out of use."""
+        """Take slots out of use, with the pages in them. Nothing changes if one is pinned or already out of use."""
         lying = [key for key, slot in self._slot_of.items() if slot in run]
         if any(key in self._pins for key in lying) or self._aside & set(run):
             return False
@@ -163,7 +163,7 @@ class SlotTable:
         return True
 
     def give_back(self, run: Sequence[int]) -> None:
-        """Have slots in use again that were set aside."""
+        """Put slots that were set aside back into use."""
         assert self._aside >= set(run)
         self._aside -= set(run)
         self._free += reversed(run)
@@ -171,8 +171,8 @@ class SlotTable:
     def take(self, keys: Sequence[PageKey]) -> Taken:
         """Give slots to the pages that have none, and pin each once for each time that it is named.
 
-        The slots of missing pages hold what others left there. CapacityError where not all fit beside what is pinned;
-        no page has lost or got a slot or a pin then.
+        The slots of missing pages hold what others left there. CapacityError if not all fit in addition to what is
+        pinned; then no page has lost or got a slot or a pin.
         """
         needed = len({key for key in keys if key not in self._slot_of}) - len(self._free)
         if needed > 0:
@@ -189,7 +189,7 @@ class SlotTable:
         return Taken([self._slot_of[key] for key in keys], missing)
 
     def _evict(self, count: int, wanted: set[PageKey]) -> None:
-        """Free so many slots, passing once over the pages that stay because they are pinned or wanted."""
+        """Free `count` slots in one pass over the order, which skips pinned and wanted pages."""
         spare = (key for key in self._order if key not in self._pins and key not in wanted)
         victims = list(islice(spare, count))
         if len(victims) < count:
@@ -208,7 +208,7 @@ class SlotTable:
             self._pins[key] -= 1
 
     def drop(self, key: PageKey) -> bool:
-        """Free the page's slot, its pins with it: what lies there is not the page. Whether it had one."""
+        """Free the page's slot and its pins: what lies there is not the page. Returns whether it had a slot."""
         slot = self._slot_of.pop(key, None)
         if slot is None:
             return False
@@ -218,7 +218,7 @@ class SlotTable:
         return True
 
     def slot_of(self, key: PageKey) -> int | None:
-        """The page's slot, its recency as it was; None where it has none."""
+        """The page's slot, or None. The page's recency stays as it was."""
         return self._slot_of.get(key)
 
     def is_pinned(self, key: PageKey) -> bool:

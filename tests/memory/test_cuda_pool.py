@@ -1,4 +1,4 @@
-"""The pool that kernels fill, interpreted, through the loader: what it holds is what the host store holds."""
+"""The pool that interpreted kernels fill, through the loader: it holds what the host store holds."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if not interprets():
         pytest.skip("the kernels are compiled in this run")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter asks again at its first launch
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter reads it again at its first launch
     mend_interpreter()
 
 
@@ -68,7 +68,7 @@ def test_a_token_is_written_into_the_slot_of_its_page() -> None:
     first, second = loaded.slots[0]
     assert pool.key[first, 7].eq(50).all()
     assert pool.value[second, 3].eq(61).all()
-    assert pool.key[first, [6, 8]].eq(10).all()  # page 2 of head 1 of 8 pages
+    assert pool.key[first, [6, 8]].eq(10).all()  # the number of page 2 of head 1; a head has 8 pages
     loader.close()
 
 

@@ -1,4 +1,4 @@
-"""The directory that a device keeps, step by step: a page found in a slot is what the host store holds."""
+"""The directory that a device keeps, step by step: a page found in a slot has the host store's content."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ RUN = 3  # slots that are set aside together
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if not interprets():
         pytest.skip("the kernels are compiled in this run")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter asks again at its first launch
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter reads it again at its first launch
     mend_interpreter()
 
 
@@ -44,7 +44,7 @@ class Request:
 
     @property
     def pages(self) -> list[int]:
-        """Of the host store, one after another."""
+        """The request's pages of the host store, in order."""
         return [self.page(number) for number in range(-(-self.tokens // PAGE_TOKENS))]
 
     def page(self, number: int) -> int:
@@ -52,7 +52,7 @@ class Request:
 
     @property
     def candidates(self) -> int:
-        """All but the first page and the last two."""
+        """The number of candidates: all pages but the first and the last two."""
         return max(0, len(self.pages) - 3)
 
 
@@ -75,7 +75,7 @@ class Content:
 def look_up(
     directory: DeviceDirectory, layer: int, rows: Sequence[Request], order: Tensor | None, counts: Tensor
 ) -> list[tuple[int, int]]:
-    """Entries and slots of what is listed, after a look at the pages and tokens."""
+    """Look pages up, check the listed pages and tokens, and return entries and slots of what is listed."""
     blocks = torch.full((len(rows), BLOCKS), 2**31 - 1, dtype=torch.int32)
     for row, request in enumerate(rows):
         blocks[row, : len(request.blocks)] = torch.tensor(request.blocks)
@@ -154,12 +154,12 @@ class DirectoryStates(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """Nobody tells the directory; the blocks are the next to be written."""
+        """A request leaves without telling the directory. Its blocks are the next to be written."""
         self.requests.remove(data.draw(st.sampled_from(self.requests)))
 
     @rule(data=st.data(), decoding=st.integers(0, 3), steps=st.integers(1, 4))
     def decode(self, data: st.DataObject, decoding: int, steps: int) -> None:
-        """A few tokens of some requests."""
+        """Decode a few tokens of some requests."""
         for _ in range(steps):
             self.step(data, decoding)
 
@@ -187,7 +187,7 @@ class DirectoryStates(RuleBasedStateMachine):
         assert len(set(given)) == len(given)
 
     def append(self, request: Request) -> bool:
-        """Have one more token, if there is a block for it, whose page is written anew where the token begins it."""
+        """Append one token if there is a block for it. If it begins a page, that page is written anew."""
         if request.tokens == len(request.blocks) * BLOCK_TOKENS:
             if not self.free:
                 return False
@@ -239,7 +239,7 @@ TestDirectoryStates.settings = settings(max_examples=25, stateful_step_count=25,
 
 
 def read_all(directory: DeviceDirectory, content: Content, rows: Sequence[Request]) -> list[int]:
-    """A step that reads every page of rows and writes none; slots as they were listed."""
+    """Run a step that reads every page of the rows and writes none; return the slots as they were listed."""
     directory.begin_step([])
     slots = []
     for layer in range(LAYERS):
@@ -255,7 +255,7 @@ def read_all(directory: DeviceDirectory, content: Content, rows: Sequence[Reques
 
 
 ROWS = (Request([3, 1, 4, 7], 4 * BLOCK_TOKENS), Request([3, 1, 0, 2], 4 * BLOCK_TOKENS))
-DIFFERENT = LAYERS * KV_HEADS * PAGES_PER_BLOCK * 6  # pages of the two, which share two blocks
+DIFFERENT = LAYERS * KV_HEADS * PAGES_PER_BLOCK * 6  # pages of the two rows, which share two blocks
 
 
 def test_what_fits_the_pool_and_the_reserve_is_found_in_the_second_step() -> None:
@@ -274,7 +274,7 @@ def test_what_fits_the_pool_is_found_as_soon_as_the_reserve_has_given_slots() ->
 
 
 def test_of_more_than_the_pool_holds_the_same_pages_are_found_in_every_step() -> None:
-    """None that was read in the last step makes room, so layers do not evict each other's."""
+    """No page that was read in the last step makes room, so layers do not evict each other's pages."""
     directory, content = make_directory(DIFFERENT // 2, room=4), Content()
     for _ in range(12):
         read_all(directory, content, ROWS)

@@ -23,7 +23,7 @@ def numbers(*pages: int, layer: int = 0) -> NDArray[np.int64]:
 
 
 def take(pool: DevicePool, pages: NDArray[np.int64]) -> tuple[NDArray[np.int32], list[int]]:
-    """Slots of the pages of one part, and the places of those that are missing; CapacityError where it is refused."""
+    """Slots of the pages of one part, and the places of those that are missing; CapacityError if it is refused."""
     slots, fresh = take_part(pool, pages)
     return slots, np.flatnonzero(fresh).tolist()
 
@@ -64,7 +64,7 @@ def test_a_layer_may_use_the_slots_that_another_does_not() -> None:
 
 
 def test_the_layers_of_a_split_pool_take_turns_under_cyclic() -> None:
-    """Or pages that nobody uses any more, as those of a request that has ended, would never make room."""
+    """Otherwise pages that nobody uses any more, such as those of an ended request, would never make room."""
     made = pool(8, unified=False, eviction="cyclic")
     steps = [(0, 1, 2, 3), *[(10, 11, 12)] * 3]
     lacking = []
@@ -74,7 +74,7 @@ def test_the_layers_of_a_split_pool_take_turns_under_cyclic() -> None:
             made.release(numbers(*pages, layer=layer))
         lacking.append(len(missing))
     assert lacking == [4, 3, 0, 0]
-    for step in range(3):  # two at a time, as microbatches are
+    for step in range(3):  # two pages at a time, like microbatches
         for layer in (0, 1):
             for pages in ((20, 21), (22, 23)):
                 _, missing = take(made, numbers(*pages, layer=layer))

@@ -15,7 +15,7 @@ def leaf() -> None:
 
 
 def mapped_by_calls() -> int:
-    """How often CALLS calls from here met a page for the first time: once each where every call maps a chunk."""
+    """How often CALLS calls from here met a page for the first time: once a call, if every call maps a chunk."""
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     for _ in range(CALLS):
         leaf()

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_hybrid_sparse.memory.heap import IdleTrimmer, glibc_trim
 
-SOON_S = 60.0  # until what must happen has; only a failure takes as long
+SOON_S = 60.0  # time limit for what must happen; only a failure takes this long
 
 
 class Trims:
@@ -23,7 +23,7 @@ class Trims:
         self._another.release()
 
     def wait(self) -> bool:
-        """Return whether there was one more."""
+        """Wait for one more trim; return whether it came."""
         return self._another.acquire(timeout=SOON_S)
 
 
@@ -53,7 +53,7 @@ def test_nothing_is_trimmed_before_there_was_work(trims: Trims) -> None:
 
 
 def test_work_that_goes_on_is_not_disturbed(trims: Trims) -> None:
-    """As long as it would have to rest, it never does."""
+    """It never rests for as long as a trim requires."""
     trimmer = IdleTrimmer(trims, idle_s=SOON_S)
     for _ in range(100):
         with trimmer.work():
@@ -95,7 +95,7 @@ def test_without_a_function_that_trims_there_is_no_thread() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
 def test_memory_between_what_is_still_used_goes_back_to_the_system() -> None:
-    """Blocks below the size that glibc maps apart, of which every 64th stays: by itself their memory would stay too."""
+    """Blocks are below the size that glibc maps apart. Every 64th stays, so without a trim all memory would stay."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = (ctypes.c_size_t,)

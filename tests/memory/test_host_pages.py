@@ -22,7 +22,7 @@ def test_every_page_is_what_was_packed(dtype: str, block_tokens: int, summary: s
     layout = BlockLayout(dtype=dtype, head_dim=48, block_tokens=block_tokens, summary=summary)
     key, value = torch.randn(2, 4, block_tokens, KV_HEADS, 48).to(layout.torch_dtype)
     blocks = torch.stack([layout.pack_reference(*block) for block in zip(key, value, strict=True)])
-    rows = torch.nn.functional.pad(blocks.view(torch.uint8), (0, 64), value=0xFF)  # of more bytes than a block
+    rows = torch.nn.functional.pad(blocks.view(torch.uint8), (0, 64), value=0xFF)  # each of more bytes than a block
     cache = rows[:, :-64] if as_bytes else rows.view(layout.torch_dtype)
     pages = HostPages(cache, layout, KV_HEADS)
     of_block = block_tokens // 16
@@ -40,3 +40,11 @@ def test_a_row_that_holds_no_block_is_refused() -> None:
     layout = BlockLayout(dtype="f32", head_dim=16, block_tokens=16, summary="none")
     with pytest.raises(KernelError, match="rows of 4096 bytes must hold whole elements, and a block of 6144 bytes"):
         HostPages(torch.empty(2, 4096, dtype=torch.uint8), layout, KV_HEADS)
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_blocks_that_kernels_would_misread_are_refused(*, as_bytes: bool) -> None:
+    layout = BlockLayout(dtype="bf16", head_dim=16, block_tokens=16, summary="none")
+    cache = torch.empty(2, 3 * 512 + 8, dtype=torch.bfloat16)
+    with pytest.raises(KernelError, match="block_stride=1544: must be a multiple of 16 elements"):
+        HostPages(cache.view(torch.uint8) if as_bytes else cache, layout, KV_HEADS)

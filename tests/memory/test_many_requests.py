@@ -35,7 +35,7 @@ class Traffic:
         self.started = self.aborted = self.stopped = 0
 
     def start(self) -> None:
-        """Prefill: blocks in some order of their own, written and dropped from the pool."""
+        """Prefill a request: its blocks, in any order, are written, and dropped from the pool."""
         blocks = [self.free.popleft() for _ in range(self.rng.randint(1, 12))]
         self.loader.forget(numbered([PageKey(layer, 0, block) for layer in range(2) for block in blocks]))
         self.running.append(blocks)

@@ -1,4 +1,4 @@
-"""How much host memory a store may take, and what becomes of a driver's refusal."""
+"""How much host memory a store may take, and what follows if the driver refuses."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 class Runtime:
-    """CUDA's runtime, which pins what it is told or refuses."""
+    """Stands for CUDA's runtime: pins what it is told to, or refuses."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code

@@ -35,7 +35,7 @@ class PoolStates(RuleBasedStateMachine):
         self.pool = DevicePool(shape)
         self.loader = Loader(self.pool)
         self.free = list(range(BLOCKS))
-        self.users: dict[int, int] = {}  # of each block in use
+        self.users: dict[int, int] = {}  # number of users of each block in use
         self.requests: list[tuple[list[int], int]] = []  # blocks, tokens
         self.flying: list[tuple[list[list[PageKey]], Future[Loaded]]] = []
         self.clock = 0.0
@@ -45,7 +45,7 @@ class PoolStates(RuleBasedStateMachine):
         return [PageKey(layer, head, block) for layer in range(LAYERS) for head in range(KV_HEADS)]
 
     def write(self, block: int, offset: int) -> list[float]:
-        """Store one new token in all layers and heads; its numbers in the order of `heads`."""
+        """Store one new token in all layers and heads; return its numbers in the order of `heads`."""
         numbers = []
         for key in self.heads(block):
             self.clock += 1
@@ -82,7 +82,7 @@ class PoolStates(RuleBasedStateMachine):
     @precondition(lambda self: any(tokens >= PAGE_TOKENS for _, tokens in self.requests))
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        """Another request that shares the full pages of one."""
+        """Start another request that shares the full pages of one."""
         whole = [request for request in self.requests if request[1] >= PAGE_TOKENS]
         blocks, tokens = whole[data.draw(st.integers(0, len(whole) - 1))]
         shared = blocks[: tokens // PAGE_TOKENS]
@@ -93,7 +93,7 @@ class PoolStates(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def append(self, data: st.DataObject) -> None:
-        """Decode one token: written through to where its page lies."""
+        """Decode one token and write it through to where its page lies."""
         self.settle()
         blocks, tokens = request = self.chosen(data)
         if tokens % PAGE_TOKENS == 0:
@@ -123,7 +123,7 @@ class PoolStates(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), layer=st.integers(0, LAYERS - 1), together=st.booleans())
     def load(self, data: st.DataObject, layer: int, together: bool) -> None:
-        """Ask for pages of some requests, beside other loads or after them."""
+        """Ask for pages of some requests, together with other loads or after them."""
         if not together or (self.flying and self.flying[0][0][0][0].layer != layer):
             self.settle()
         parts = []

@@ -26,7 +26,7 @@ def make_table(slots: int, eviction: str = "lru") -> SlotTable:
 
 
 def take(table: SlotTable, *keys: PageKey) -> tuple[list[int], list[bool]]:
-    """Slots of pages, and which of them are fresh; CapacityError where they do not fit."""
+    """Slots of pages, and which of them are fresh; CapacityError if they do not fit."""
     slots, fresh = take_part(table, numbered(keys))
     return slots.tolist(), fresh.tolist()
 
@@ -36,7 +36,7 @@ def unpin(table: SlotTable, *keys: PageKey) -> None:
 
 
 def use(table: SlotTable, *numbers: int) -> list[bool]:
-    """Take and unpin pages one after another; whether each was resident."""
+    """Take and unpin pages one after another; return whether each was resident."""
     found = []
     for number in numbers:
         _, (fresh,) = take(table, page(number))
@@ -171,7 +171,7 @@ def test_a_page_that_is_wanted_makes_no_room_for_one_beside_it(eviction: str) ->
 
 
 def steps(eviction: str, slots: int, pages: int, count: int) -> float:
-    """Two layers that want the same pages in every step; the share found in the last one."""
+    """Run steps in which two layers want the same pages; return the share found in the last step."""
     table = make_table(slots, eviction)
     found = []
     for _ in range(count):
@@ -217,7 +217,7 @@ def test_looking_a_page_up_is_no_use_of_it() -> None:
 
 
 class Twin:
-    """The reference, one table a share, given the same."""
+    """The reference, with one table for each share; it is given the same."""
 
     def __init__(self, shares: int, every: int, eviction: str) -> None:
         turns = slot_reference.Turns()
@@ -294,7 +294,7 @@ def test_the_native_table_is_the_reference_slot_for_slot(data: Any) -> None:
 
 
 def test_thousands_of_pages_come_and_go_without_being_lost() -> None:
-    """More than the property test has: the map is emptied and filled over and over."""
+    """More pages than in the property test: the map is emptied and filled over and over."""
     rng, table = np.random.default_rng(0), SlotTable(shares=1, every=3000, eviction="cyclic")
     for _ in range(200):
         layer = int(rng.integers(4))

@@ -1,4 +1,4 @@
-"""Chunks of a request stored by kernels, interpreted: page by page and token by token, and nothing beside them."""
+"""Interpreted kernels store the chunks of a request, page by page and token by token, and nothing else."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ from vllm_hybrid_sparse.memory.page_keys import page_numbers
 from vllm_hybrid_sparse.memory.queues import open_queue
 from vllm_hybrid_sparse.memory.write_through import WriteThrough
 
-PAGES = [9, 2, 7, 0, 5]  # of the store, those of the request
+PAGES = [9, 2, 7, 0, 5]  # the request's pages in the store
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if not interprets():
         pytest.skip("the kernels are compiled in this run")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter asks again at its first launch
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter reads it again at its first launch
     mend_interpreter()
 
 

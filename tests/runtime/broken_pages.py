@@ -11,7 +11,7 @@ from vllm_hybrid_sparse.memory.host_pages import HostPages
 
 
 def break_pages(model: TieredModel, pages: Collection[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every load fail that asks for one of the pages, given as (KV head, page)."""
+    """Make every load fail that asks for one of the pages, given as (KV head, page)."""
 
     def check(numbers: Any) -> None:
         if any((key.kv_head, key.page) in pages for key in named(numbers)):

@@ -1,8 +1,9 @@
-"""Queues that know what happens before what, and notice work that may run beside work it must not run beside.
+"""Queues that know what happens before what, and notice work that may overlap with work it must not overlap with.
 
-On a GPU a missing `follow` shows as answers that are wrong now and then; here it is an error every time. Every queue
-has a vector clock (Fidge, Mattern, 1988), a mark is a copy of one, and whoever waits for a mark tells all host threads:
-what they launch later is behind it. Kernels are told apart by what they read and write: a slot, an area, a page.
+On a GPU, a missing `follow` shows as answers that are wrong now and then. Here it is an error every time. Every queue
+has a vector clock (Fidge, Mattern, 1988), and a mark is a copy of one. A wait for a mark counts
+for all host threads: what they launch later is behind it. Kernels are told apart by what they read and write: a slot,
+an area, a page.
 """
 
 import threading
@@ -27,7 +28,7 @@ from vllm_hybrid_sparse.runtime import (
 )
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
-Clock = dict[int, int]  # by queue: how much of its work is behind
+Clock = dict[int, int]  # by queue: how much of its work came before
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -46,7 +47,7 @@ class Machine:
         self._launching = threading.local()
         self._caller = ClockedQueue(self, 0)
         self._queues = [self._caller]
-        self._last: dict[Hashable, list[tuple[str, int, int]]] = {}  # of each memory: (name, queue, count)
+        self._last: dict[Hashable, list[tuple[str, int, int]]] = {}  # by memory and kind: (name, queue, count)
 
     def open_queue(self, device: torch.device) -> "ClockedQueue":
         assert device.type == "cpu"
@@ -66,7 +67,7 @@ class Machine:
         stack.pop()
 
     def launch(self, name: str, reads: list[Hashable], writes: list[Hashable]) -> None:
-        """Note one kernel, and whether it is behind all that touched its memory before."""
+        """Note one kernel, and whether it comes after all that touched its memory before."""
         with self._lock:
             queue = self.current_queue(torch.device("cpu"))
             _join(queue.clock, self.host)
@@ -135,7 +136,7 @@ class ClockedQueue:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Have the CUDA device's queues be clocked, and its kernels watched."""
+    """Replace the CUDA device's queues with clocked ones, and watch its kernels."""
     machine = Machine()
     for module in (cuda, cuda_layer, tiers):
         monkeypatch.setattr(module, "open_queue", machine.open_queue)
@@ -225,7 +226,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     wrap(cuda, "attend_slots", attended)
     brought, choose_pages = cuda.CudaDevice.brought, predicted_rows.choose_pages
-    held = dict[int, int]()  # address of a copy in host memory: of what
+    held = dict[int, int]()  # from the address of a copy in host memory to that of the original
 
     def watched_bringing(self: Any, *parts: Any) -> Any:
         with self._queue.launching():

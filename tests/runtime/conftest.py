@@ -1,4 +1,4 @@
-"""The same numbers every run, on every device that a machine without a GPU can stand for."""
+"""The same numbers every run, on every device that can be tested without a GPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the device's kernels interpreted, over tensors in CPU memory."""
     if not interprets():
         pytest.skip("the kernels are compiled in this run")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter asks again at its first launch
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter reads it again at its first launch
     mend_interpreter()
 
 

@@ -1,4 +1,4 @@
-"""Which cores threads of the CPU kernel get, and how many there are where nobody says."""
+"""Which cores threads of the CPU kernel get, and how many threads there are by default."""
 
 import os
 
@@ -20,7 +20,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def allow(cpus: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that started this one may run on these cores, this one on the least of them."""
+    """Let the parent process run on these cores, and this process on the lowest of them."""
     monkeypatch.setattr(cores.os, "sched_getaffinity", {os.getppid(): cpus, 0: {min(cpus)}}.__getitem__)
 
 
@@ -83,7 +83,7 @@ def test_a_core_that_may_be_another_worker_s_is_left_alone(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("one_of_two")
 def test_openmp_s_threads_are_not_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A team of several waits on its cores, one of which a helper would need."""
+    """A team of several threads waits on its cores, and a helper would need one of them."""
     allow({0, 1, 2}, monkeypatch)
     monkeypatch.setenv("GOMP_CPU_AFFINITY", "0 1")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)

@@ -1,6 +1,6 @@
 """Layers on a GPU, their kernels interpreted over tensors in CPU memory: the same attention as the references.
 
-Prompts are computed by `StreamedPrefill` here and stored by kernels, so what decode rows read has gone that way too.
+Here `StreamedPrefill` computes prompts and kernels store them, so decode rows read what was stored that way.
 """
 
 import threading
@@ -59,7 +59,7 @@ def test_every_dtype_and_group(dtype: torch.dtype, q_heads: int, kv_heads: int) 
 
 @pytest.mark.parametrize("chunks", [(1, 1, 1), (5, 6, 7), (16, 16), (3, 100, 47, 1), (40, 333)])
 def test_a_prompt_in_chunks_sees_all_that_came_before(chunks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "STAGED_PAGES", 2)  # both halves of the staging area take their turns
+    monkeypatch.setattr(prefill, "STAGED_PAGES", 2)  # both halves of the staging area take turns
     with model_of({"policy": "dense", "device_pool_pages": 64}) as model:
         request = model.start()
         for tokens in chunks:
@@ -79,7 +79,7 @@ def test_decode_and_prefill_in_one_step() -> None:
 
 
 def test_a_prefix_is_shared_in_the_step_that_stores_it() -> None:
-    """vLLM caches blocks when they are scheduled: a request may begin with blocks that are filled beside it."""
+    """vLLM caches blocks when they are scheduled, so a request may begin with blocks that the same step fills."""
     with model_of({"policy": "dense", "device_pool_pages": 64}) as model:
         layer = model.layers[0]
         first, second = layer.start(), layer.start()
@@ -128,7 +128,7 @@ def test_blocks_that_are_copied_take_their_summaries_along() -> None:
         layer.on_cuda.copy_blocks([])
         copy = Request(request[0].key, request[0].value, [*request[0].blocks])
         copy.blocks[1] = target
-        layer.kv_cache[source] = 0xFF  # of which the copy knows nothing
+        layer.kv_cache[source] = 0xFF  # the copy must not depend on it
         (step,) = [layer.step([(copy, 1)], selection=model.config.selection, retained=model.config.retained)]
         check_step(layer, step)
 
@@ -147,7 +147,7 @@ def test_the_stop_flag_ends_loading_early() -> None:
 
 @torch.inference_mode()
 def test_a_step_in_inference_mode() -> None:
-    """As vLLM runs it: the mode belongs to the step's thread, and its tensors cannot be written outside."""
+    """vLLM runs steps so. The mode belongs to the step's thread, and its tensors cannot be written outside the mode."""
     settings = {"policy": "progressive", "threshold": 0.9, "device_pool_pages": 64, "host_share": "queue"}
     with model_of(settings) as model:
         serve(model, (17, 150), steps=2)

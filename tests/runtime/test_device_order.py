@@ -1,4 +1,4 @@
-"""No work on a GPU may run beside work that writes what it reads: the order of queues, without a GPU."""
+"""The order of queues, without a GPU: no work on a GPU may overlap with work that writes what it reads."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def busy(model: TieredModel) -> None:
-    """Chunks, decode rows, and a pool that gives every slot to another page all the time."""
+    """Run chunks and decode rows, with a pool that gives every slot to another page all the time."""
     serve(model, (150,), steps=2)
     one, other = model.start(), model.start()
     model.step([(one, 70)], decode=False)
@@ -57,7 +57,7 @@ def test_salient_tokens_are_judged_and_packed_once_they_are_stored(monkeypatch: 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_host_chooses_by_what_has_been_attended(monkeypatch: pytest.MonkeyPatch, *, waits: bool) -> None:
-    """And it is noticed where it does not wait for that."""
+    """If the host does not wait for that, it is noticed."""
     machine = watch(monkeypatch)
     settings = {"policy": "fluxion", "dense_tokens": 0, "device_pool_pages": 16, "host_share": "queue"}
     with model_of(settings, layers=2) as model:
@@ -76,7 +76,7 @@ def test_the_host_chooses_by_what_has_been_attended(monkeypatch: pytest.MonkeyPa
 
 
 def come_and_go(model: TieredModel) -> None:
-    """Requests that enter frames, grow, give them up for others and for single pages, and are in two tiers again."""
+    """Requests enter frames, grow, give them up for others and for single pages, and become two-tier rows again."""
     one, other = model.start(), model.start()
     model.step([(one, 60)], decode=False)
     model.step([(one, 1), (other, 60)])
@@ -97,17 +97,17 @@ def test_frames_are_filled_and_read_in_order(monkeypatch: pytest.MonkeyPatch) ->
         come_and_go(model)
         stats = model.tier.take_stats()
     assert stats.resident_groups > 0
-    assert stats.blocks_entered > 5  # so that frames had several blocks
+    assert stats.blocks_entered > 5  # so frames had several blocks in turn
     assert machine.races == []
     assert machine.accesses > 50
 
 
 def nothing(self: Any, *_: Any) -> None:
-    """Layers whose host reads what is still being stored, or whose inputs are overwritten before they are stored."""
+    """Do nothing, in place of a method that keeps an order."""
 
 
 def nothing_ready(self: Any, fill: Any) -> None:
-    """A loader that says its copies to frames are done when they are launched."""
+    """Make the loader say that its copies to frames are done as soon as they are launched."""
     fill_frames(self, fill)
 
 
@@ -132,7 +132,7 @@ def test_frames_that_are_taken_too_early_are_noticed(
 
 
 def no_mark(self: Any) -> None:
-    """A pool that says its copies are done when they are launched."""
+    """Make the pool say that its copies are done as soon as they are launched."""
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,10 @@ RANKED_AND_RESIDENT = {**RANKED, "device_pool_pages": 80, "device_resident_share
 
 
 def ranked(model: TieredModel) -> None:
-    """Rows with candidates, beside prompts."""
+    """Run rows with candidates, with and without prompts in the same step."""
     one, other = model.start(), model.start()
     model.step([(one, 190)], decode=False)
-    model.step([(one, 1)])  # with no prompt beside it, whose stores would come behind the codes
+    model.step([(one, 1)])  # without a prompt, whose stores would come after the codes
     for tokens in (40, 90, 1):
         model.step([(other, tokens), (one, 1)])
 
@@ -186,7 +186,7 @@ def test_what_the_device_ranks_and_reads_is_there(settings: dict[str, Any], monk
 def test_slots_of_frames_are_given_back_behind_the_copies_to_them(
     monkeypatch: pytest.MonkeyPatch, *, follows: bool
 ) -> None:
-    """Of a request that ended as soon as it had entered; and it is noticed where they are given back at once."""
+    """The request ended as soon as it had entered. If its slots are given back at once, it is noticed."""
     machine = watch(monkeypatch)
     with model_of(RANKED_AND_RESIDENT, layers=2) as model:
         one, longer = model.start(), model.start()
@@ -209,7 +209,7 @@ def test_slots_of_frames_are_given_back_behind_the_copies_to_them(
 
 
 def freed(residency: Any) -> Any:
-    """Frames that nobody has, as slots, which are no longer frames."""
+    """Give up the frames that nobody has: their first slots, and the number of slots of each."""
     numbers = residency._blocks.give_up(0)
     residency._unused += numbers
     return np.array(numbers, dtype=np.int32) * np.int32(residency.shape.slots), residency.shape.slots

@@ -1,6 +1,6 @@
-"""What a device computes, against attention over the same pages; what it must not look at is NaN.
+"""What a device computes, compared with attention over the same pages. What it must not look at is NaN.
 
-The emulated device, and the CUDA device with interpreted kernels, are held to the same.
+The emulated device and the CUDA device with interpreted kernels must pass the same tests.
 """
 
 from concurrent.futures import Future
@@ -56,7 +56,7 @@ def test_pages_in_any_slots_are_attended(group: int, tokens: int) -> None:
 
 
 class Microbatches:
-    """A device, its pool full of NaN but for the pages of two groups, and their readings."""
+    """A device whose pool is NaN except for the pages of two groups, and these groups' readings."""
 
     def __init__(self, kind: str, threshold: float | None = None, log_unread: np.ndarray | None = None) -> None:
         shape = PoolShape(capacity_pages=16, layers=1, head_dim=HEAD_DIM, dtype=torch.float32)
@@ -88,7 +88,7 @@ class Microbatches:
         self.flags = self.wave.flags
 
     def attend(self, index: int) -> tuple[int, ...]:
-        """Load and attend one microbatch of both groups; the parts that were read."""
+        """Load and attend one microbatch of both groups; return the parts that were read."""
         loaded = Loaded(np.full((2, 2), -1, dtype=np.int32))
         for place in range(len(self.readings)):
             pages = self.pages_of.round_pages(place, index)
@@ -106,7 +106,7 @@ class Microbatches:
         return self.flags.done.amax(dim=0)
 
     def check(self, place: int, pages: int) -> None:
-        """The group's state is attention over its first pages."""
+        """Check that the group's state is attention over its first pages."""
         group = self.groups[place]
         heads = self.states.heads(group)
         out, lse = attend_pages(self.query[group.row, heads], *self.content[place], range(pages), 0.2)
@@ -130,10 +130,10 @@ def test_microbatches_add_up_and_nobody_else_s_rows_change(kind: str) -> None:
 
 def test_a_done_group_is_left_as_it_is_and_the_last_one_sets_the_stop_flag(kind: str) -> None:
     made = Microbatches(kind, threshold=0.9)
-    made.content[0, 0, 16:] *= 0  # a first page that outweighs all others, which are as light as the lightest read
+    made.content[0, 0, 16:] *= 0  # the first page outweighs all others, which are as light as the lightest read
     made.content[0, 0, :16] = 30 * made.query[0, 0] / made.query[0, 0].norm()
     made.query[0, 1] = made.query[0, 0]
-    made.content[1, 0] *= 0  # of the other group all pages weigh the same
+    made.content[1, 0] *= 0  # all pages of the other group weigh the same
     made.begin()
     made.attend(0)
     assert made.done.tolist() == [[1, 1], [1, 0]]

@@ -1,4 +1,4 @@
-"""Thousands of requests over slots of which a directory alone says what they hold: nothing stale, no slot lost."""
+"""Thousands of requests over slots whose content only a directory knows: nothing is stale, no slot is lost."""
 
 import random
 from collections import deque
@@ -29,7 +29,7 @@ class Traffic:
         self.free = deque(range(BLOCKS))
         self.running: list[tuple[list[int], int]] = []  # blocks and tokens
         self.aside: list[int] = []
-        self.written: list[int] = []  # by prompts of the next step
+        self.written: list[int] = []  # pages that the next step writes anew
         self.started = self.found = self.read = 0
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Thousands of requests in and out of scarce frames: they read what was stored, and no frame or slot is left."""
+"""Thousands of requests in and out of scarce frames: they read what was stored, and no frame or slot stays in use."""
 
 import random
 import threading
@@ -53,7 +53,7 @@ class Traffic:
         self.started += 1
 
     def decode(self) -> None:
-        """One step: a token each, stored where a row is read, and what is read is looked at."""
+        """One step: a token for each request, stored where its row is read; what is read is checked."""
         for blocks, tokens in self.running:
             tokens.append(self.rng.random())
             if len(tokens) % PAGE_TOKENS == 1 or len(tokens) == 1:

@@ -15,7 +15,7 @@ from vllm_hybrid_sparse.predictor.model import Predictor
 from vllm_hybrid_sparse.values import RetainedSet
 
 SMALL = {"policy": "fluxion", "sink_tokens": 16, "window_tokens": 32, "dense_tokens": 0}
-LENGTHS = (7, 48, 64, 203, 480)  # all retained, one page beside that, a few, many
+LENGTHS = (7, 48, 64, 203, 480)  # all retained, one page more, a few, many
 
 TINY = Shape(num_q_heads=6, head_dim=16, block_tokens=32)
 CODES = replace(TINY, head_dim=64, summary="key_codes")
@@ -43,7 +43,7 @@ def mirrored(
 
 
 def serve(model: TieredModel, mirror: MirroredFluxion, steps: int = 4, **options: Any) -> None:
-    """Requests of every kind of length, prompts first, then side by side."""
+    """Serve requests of every kind of length: first their prompts, then steps in which all of them decode."""
     rows = [(mirror.start(), length) for length in LENGTHS]
     mirror.step(*rows)
     for _ in range(steps):
@@ -82,7 +82,7 @@ def test_every_dtype_and_group(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_the_smallest_pool_reads_in_waves(kind: str) -> None:
-    """Two microbatches of one group fit: of two rows and heads one after another, window and candidates."""
+    """The pool fits two microbatches of one group, so two rows' and heads' windows and candidates are read in turn."""
     model, mirror = mirrored(kind, window_tokens=192, device_pool_pages=16)
     with model:
         requests = [mirror.start(), mirror.start()]
@@ -94,7 +94,7 @@ def test_the_smallest_pool_reads_in_waves(kind: str) -> None:
 
 
 def test_prompts_in_chunks_beside_rows_that_decode(kind: str) -> None:
-    """The last row of the last chunk is the anchor, whatever its length."""
+    """The last row of the last chunk is the anchor, whatever the chunk's length."""
     model, mirror = mirrored(kind)
     with model:
         decoding, prompt = mirror.start(), mirror.start()
@@ -145,7 +145,7 @@ def test_a_slot_that_is_given_again_begins_anew(kind: str) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_beside_a_gpu_the_last_query_of_a_prompt_waits_until_its_request_decodes() -> None:
-    """As served: later chunks take its place, a released request's is forgotten; the anchor is the native core's."""
+    """As served: later chunks replace it, a released request's is forgotten, and the anchor is the native core's."""
     predictor = some_predictor(TINY, RetainedSet(sink_tokens=16, window_tokens=32))
     model, _ = mirrored("cuda", predictor=predictor)
     with model:
@@ -178,7 +178,7 @@ def test_beside_a_gpu_the_last_query_of_a_prompt_waits_until_its_request_decodes
 
 
 def test_what_cannot_be_loaded_is_attended_where_it_lies(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the sink, of the window, and of what was chosen."""
+    """One page each of the sink, of the window and of what was chosen."""
     model, mirror = mirrored(kind, predictor=constant_predictor(1.0))
     with model:
         request, other = mirror.start(), mirror.start()

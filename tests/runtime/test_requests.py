@@ -1,4 +1,4 @@
-"""Slots of requests: each its own, freed with the state, given again, and never more than run at one time."""
+"""Slots of requests: each has its own, freed with the state and given again; never more than requests at one time."""
 
 import random
 

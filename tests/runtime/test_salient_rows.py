@@ -65,7 +65,7 @@ def test_every_dtype_and_group(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_the_smallest_pool_reads_the_window_in_waves(kind: str) -> None:
-    """Two microbatches of one group fit: of two rows and heads one after another, each of 13 pages."""
+    """The pool fits two microbatches of one group, so two rows' and heads' windows of 13 pages are read in turn."""
     model, mirror = mirrored(kind, window_tokens=192, device_pool_pages=16)
     with model:
         requests = [mirror.start(), mirror.start()]
@@ -77,7 +77,7 @@ def test_the_smallest_pool_reads_the_window_in_waves(kind: str) -> None:
 
 
 def test_prompts_in_chunks_beside_rows_that_decode(kind: str) -> None:
-    """Chunks of whole pages, within one, across two, and single rows: the last page's rows judge in all of them."""
+    """Chunks are whole pages, within a page, across two, or single rows. In all of them the last page's rows judge."""
     model, mirror = mirrored(kind)
     with model:
         decoding, prompt = mirror.start(), mirror.start()
@@ -104,7 +104,7 @@ def test_a_slot_that_is_given_again_begins_anew(kind: str) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_beside_a_gpu_prompts_are_judged_when_their_requests_decode() -> None:
-    """As served: chunks wait, a released request's are forgotten, the others judge as the native core has it."""
+    """As served: chunks wait, a released request's are forgotten, and the others judge as in the native core."""
     model, _ = mirrored("cuda")
     with model:
         layer, salience = model.layers[0], model.config.salience
@@ -138,7 +138,7 @@ def test_beside_a_gpu_prompts_are_judged_when_their_requests_decode() -> None:
 
 
 def test_what_cannot_be_loaded_is_attended_where_it_lies(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores included: the averages are the reference's."""
+    """Its scores are kept, too: the averages are the reference's."""
     model, mirror = mirrored(kind)
     with model:
         request, other = mirror.start(), mirror.start()

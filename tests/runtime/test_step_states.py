@@ -51,7 +51,7 @@ class StepStates(RuleBasedStateMachine):
     @precondition(lambda self: self.free_tokens)
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        """Prefill, in one chunk or two, maybe beside the decoding of others."""
+        """Prefill a request in one chunk or two."""
         tokens = data.draw(st.integers(1, min(200, self.free_tokens)))
         request = self.model.start()
         self.requests.append(request)

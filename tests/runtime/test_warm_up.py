@@ -9,6 +9,9 @@ from tests.kernels.served_layer import Shape
 from tests.kernels.step_checks import check_step
 from tests.runtime.test_step import POLICIES, SMALL
 from tests.runtime.tiered_layer import TieredModel
+from vllm_hybrid_sparse.kernels.merge.gpu import merge_states
+from vllm_hybrid_sparse.kernels.verify.progress import Progress
+from vllm_hybrid_sparse.runtime import cuda, prefill
 from vllm_hybrid_sparse.runtime import warm_up as warm_up_module
 from vllm_hybrid_sparse.runtime.step_rows import RankedRows
 
@@ -77,6 +80,71 @@ def test_no_number_is_negative_behind_rows_that_vllm_has_warmed_up_with() -> Non
         model.step([(request, 1)])
         stats, read = model.tier.take_stats(), model.tier.take_decode_stats()
         assert stats.pages_wanted == read.pages_read == 2 * 2 * 2  # layers, KV heads, pages
+
+
+def launches(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a module's function is called with from now on: what kernels are compiled for, of each argument."""
+    seen: list[Any] = []
+    call = getattr(module, name)
+
+    def spy(*args: Any, **named: Any) -> Any:
+        every = [*args, *(named[key] for key in sorted(named))]
+        seen.append([compiled_for(arg) for arg in every])
+        return call(*args, **named)
+
+    monkeypatch.setattr(module, name, spy)
+    return seen
+
+
+def compiled_for(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype
+    if isinstance(argument, Progress):
+        return argument.done.shape[1], argument.lightest.shape[1]
+    return type(argument)
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranking"), [("codes", "host"), ("codes-lightest", "host"), ("psa", "host"), ("codes", "device")]
+)
+def test_what_looks_at_two_tier_rows_has_been_launched(
+    policy: str, ranking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with model_of(policy, ranking=ranking, resident=0.0) as model:
+        before = launches(warm_up_module, "verify", monkeypatch)
+        later = launches(cuda, "verify", monkeypatch)
+        assert model.layers[0].on_cuda is not None
+        model.layers[0].on_cuda.warm_up()
+        model.settle()
+        request = model.start()
+        model.step([(request, 150)], decode=False)
+        model.step([(request, 1)])
+        if ranking == "device":
+            assert before == later == []
+        else:
+            assert [before[0]] * len(later) == later != []
+
+
+def test_what_merges_a_prompt_s_chunks_has_been_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def merge(*states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert all(part.is_contiguous() for part in states)
+        seen.append([(part.dtype, part.shape[2:]) for part in states])
+        return merge_states(*states)
+
+    monkeypatch.setattr(warm_up_module, "choose_merge", lambda *_: ("triton", merge))
+    monkeypatch.setattr(prefill, "choose_merge", lambda *_: ("triton", merge))
+    with model_of("codes") as model:
+        assert model.layers[0].on_cuda is not None
+        model.layers[0].on_cuda.warm_up()
+        assert len(seen) == 1
+        model.settle()
+        request = model.start()
+        model.step([(request, 40)], decode=False)
+        model.step([(request, 40)], decode=False)
+        assert len(seen) == 1 + len(model.layers)
+        assert all(launch == seen[0] for launch in seen)
 
 
 @pytest.mark.parametrize(("ranking", "resident"), [("host", 0.5), ("host", 0.0), ("device", 0.0)])

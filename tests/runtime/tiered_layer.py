@@ -24,7 +24,7 @@ from vllm_hybrid_sparse.values import GroupKey
 
 
 class _Executor:
-    """Stands where a `ServedLayer` calls the native kernel."""
+    """Takes the place of the native kernel that a `ServedLayer` calls."""
 
     def __init__(self, layer: "TieredServedLayer") -> None:
         self._layer, self._native = layer, layer.tiered_attention
@@ -66,7 +66,7 @@ class _Executor:
         self._keep_ranked()
 
     def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy that lies where the last of this shape lay, as tensors between a model's captured graphs do."""
+        """A copy in the same place as the last one of this shape, like tensors between a model's captured graphs."""
         place = self._places.setdefault((name, *tensor.shape), torch.empty_like(tensor))
         return place.copy_(tensor)
 
@@ -107,9 +107,9 @@ class TieredServedLayer(ServedLayer):
 
     tier: DeviceTier
     tiered: TieredLayer
-    tiered_attention: NativeAttention  # of all layers
+    tiered_attention: NativeAttention  # one for all layers
     on_cuda: CudaLayers | None = None
-    looks_back_at_once = True  # so that states are those of the step's last tokens; else the next decode step does so
+    looks_back_at_once = True  # so states include the step's last tokens; otherwise the next decode step does it
     last_mask: list[bool]
     last_lengths: list[int]
     divide: Divide | None = None  # of a step, the same for all layers
@@ -137,7 +137,7 @@ class TieredModel:
     ) -> None:
         """With `device: cuda` in the settings the kernels run interpreted, over slots in CPU memory.
 
-        capture   of the layers, with which it must be able to run in CPU memory
+        capture   captures the layers' launches; must work over tensors in CPU memory
         """
         self._started = 0
         self.divided: StepResidency | None = None  # in the last step
@@ -175,7 +175,7 @@ class TieredModel:
         return requests
 
     def _divide_once(self) -> Divide:
-        """What a server asks once a step, asked by every layer here: the first answer, if the question is the same."""
+        """Like a server, divide a step once. Here every layer asks, must ask the same, and gets the first answer."""
         asked: list[tuple[list[Any], StepResidency | None]] = []
 
         def divide(*step: Any) -> StepResidency | None:
@@ -192,7 +192,7 @@ class TieredModel:
         return divide
 
     def step(self, rows: Sequence[tuple[list[Request], int]], **options: Any) -> list[Step]:
-        """One step of all layers; afterwards nothing is pinned."""
+        """Run one step of all layers; afterwards nothing is pinned."""
         divide = self._divide_once()
         for layer in self.layers:
             layer.divide, layer.divided = divide, None

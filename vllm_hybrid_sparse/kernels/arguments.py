@@ -1,4 +1,4 @@
-"""What the wrappers of the device kernels check before a kernel that trusts them is launched; dtypes of a KV cache."""
+"""What the wrappers of the device kernels check before a kernel that trusts them is launched, and sizes they share."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,12 @@ MAX_DEVICE_HEAD_DIM = 256
 """Largest head dimension of the device kernels; a tile of keys and one of values must fit a multiprocessor."""
 
 _HEAD_DIM_STEP = 16
+
+_MIN_DOT_ROWS = 16
+"""Rows that a matrix instruction has at least; a smaller group is padded to it, which costs no bytes."""
+
+SCORE_WARPS = 8
+"""Warps of a program that sums what pages weigh, `score_tile` of them at a time. Not tuned on a GPU yet."""
 
 
 def check_tensor(
@@ -87,6 +93,24 @@ def group_size(q_heads: int, kv_heads: int) -> int:
     if kv_heads < 1 or q_heads % kv_heads or q_heads < kv_heads:
         raise KernelError(f"q_heads={q_heads}: must be a multiple of kv_heads={kv_heads}")
     return q_heads // kv_heads
+
+
+def block_group(group: int, least: int = _MIN_DOT_ROWS) -> int:
+    """Heads that a kernel computes with for a group's: a power of two.
+
+    least   a power of two; 1 where no matrix instruction takes them
+    """
+    return max(least, 1 << (group - 1).bit_length())
+
+
+def score_tile(heads: int) -> int:
+    """Pages whose weights a program sums at a time, of so many heads: a power of two, as `heads` is.
+
+    With 2048 of them 128K tokens are four tiles, each of which waits for memory once. More heads than 16 take fewer,
+    so that registers suffice: with `SCORE_WARPS`, Triton 3.9's code for sm_90 spills nothing up to 64 heads. Of 32
+    heads 2048 pages would take 1 kB of stack a thread. Not tuned on a GPU yet.
+    """
+    return 2048 if heads <= 16 else 2**13 // heads
 
 
 def row_dtype(stored: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
-"""Blocks of the host store that lie whole in the device pool: a frame is a run of slots that holds one of them.
+"""Frames: runs of slots in the device pool, each of which holds one whole block of the host store.
 
-Where all blocks of a request have frames, a decode step finds any page of it by a number a block, for all layers and KV
-heads alike, and asks nobody.
+If all blocks of a request have frames, a decode step finds any page of the request from one number per block, which is
+the same for all layers and KV heads. It looks nothing up.
 """
 
 from collections.abc import Sequence
@@ -50,13 +50,13 @@ class FrameShape:
 
 
 class BlockFrames:
-    """Which blocks have frames, and which are given up for others: those used longest ago. Not for several threads."""
+    """Which blocks have frames. The blocks used longest ago give theirs up first. Not thread-safe."""
 
     def __init__(self, blocks: int, frames: int) -> None:
-        """No block has one.
+        """No block has a frame yet.
 
-        blocks   of the host store
-        frames   numbers that frames may have, from 0
+        blocks   number of blocks in the host store
+        frames   number of frames that there can be; they are numbered from 0
         """
         self._frame_of = np.full(blocks, NO_FRAME, dtype=np.int32)
         self._block_of = np.full(frames, -1, dtype=np.int64)
@@ -64,25 +64,26 @@ class BlockFrames:
         self._free: list[int] = []
 
     def frames_of(self, blocks: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Frames of blocks, NO_FRAME where a block has none."""
+        """Frames of blocks, NO_FRAME if a block has none."""
         return self._frame_of[blocks]
 
     def use(self, blocks: NDArray[np.int64], step: int) -> None:
-        """Blocks that have frames are used in a step."""
+        """Record that a step uses these blocks. All of them must have frames."""
         self._last_step[self._frame_of[blocks]] = step
 
     def available(self, step: int) -> int:
-        """Frames that `give` has to give: those that are free, and of blocks that were used before a step."""
+        """Frames that `give` can hand out: free ones, and those whose blocks were last used before this step."""
         return len(self._free) + len(self._idle(step))
 
     def add(self, frames: Sequence[int]) -> None:
-        """Have further frames, which are free."""
+        """Add frames, which are free."""
         self._free += frames
 
     def give(self, blocks: NDArray[np.int64], step: int) -> bool:
-        """Give frames to blocks that have none, each named once, if as many are available; else nothing changes hands.
+        """Give frames to blocks if enough are available; otherwise change nothing and return False.
 
-        Free frames go first, then those of the blocks that were used longest ago, before this step.
+        The blocks have no frames yet, and each is named once. Free frames go first, then those of the blocks that were
+        used longest ago, before this step.
         """
         lacking = len(blocks) - len(self._free)
         if lacking > 0:
@@ -101,7 +102,7 @@ class BlockFrames:
         return np.flatnonzero((self._block_of >= 0) & (self._last_step < step))
 
     def drop(self, blocks: NDArray[np.int64]) -> int:
-        """Forget blocks, whose frames are free then; how many of them had one."""
+        """Free the frames of blocks. Returns how many of the blocks had one."""
         frames = self._frame_of[blocks]
         held = np.unique(frames[frames >= 0])
         self._frame_of[self._block_of[held]] = NO_FRAME
@@ -110,7 +111,7 @@ class BlockFrames:
         return len(held)
 
     def give_up(self, before_step: int) -> list[int]:
-        """Part with the frames that are free, or whose blocks were used last before a step; they are no longer ours."""
+        """Remove and return the frames that are free or whose blocks were last used before a step."""
         self.drop(self._block_of[self._idle(before_step)])
         frames, self._free = self._free, []
         return frames
@@ -121,7 +122,7 @@ class BlockFrames:
         return len(self._free)
 
     def check_integrity(self) -> None:
-        """AssertionError where a frame is lost, or held twice."""
+        """AssertionError if a frame is lost or held twice."""
         held = np.flatnonzero(self._block_of >= 0)
         blocks = np.flatnonzero(self._frame_of >= 0)
         assert sorted(self._block_of[held].tolist()) == blocks.tolist(), "blocks and frames name different pairs"

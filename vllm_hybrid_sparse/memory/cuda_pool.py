@@ -13,10 +13,10 @@ from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, upload
 
 
 class CudaPool(DevicePool):
-    """A `DevicePool` whose writes are launched on a queue of their own, in their order.
+    """A `DevicePool` whose writes are launched in order on its own queue.
 
-    A write returns when it is launched. Whoever reads a slot lets its own queue follow `mark` first; whoever has slots
-    filled anew sees to it that nothing still reads them, by releasing them only then.
+    A write returns once it is launched. Before a reader reads a slot, its own queue must follow `mark`. A slot may be
+    released, and so filled again, only when nothing reads it any more.
     """
 
     def __init__(self, shape: PoolShape, queue: DeviceQueue) -> None:
@@ -24,7 +24,7 @@ class CudaPool(DevicePool):
         self.queue = queue
 
     def fill(self, slots: NDArray[np.int32], source: HostPages, pages: NDArray[np.int64]) -> None:
-        """Gather pages from the host store, which is pinned beside a GPU (PSA, Algorithm 1, line 9)."""
+        """Gather pages from the host store, which is pinned if there is a GPU (PSA, Algorithm 1, line 9)."""
         heads, places_in_head = map(torch.from_numpy, places_of(pages))
         with self.queue.launching():
             offsets = upload(source.offsets(heads, places_in_head), self.queue.device)

@@ -1,14 +1,15 @@
-"""The pool's pages as the device itself keeps them: begun once a step by the host, which never learns what lies where.
+"""The device's own directory of the pool's pages: the host launches its updates and never learns what lies where.
 
-Everything runs on the queue that the calling thread launches to, in order, and nothing waits for the device. A step is
+Everything is launched in order on the calling thread's current queue, and nothing waits for the device. A step is
 
-1. `begin_step`, when the last step's attention has been launched;
-2. `set_aside`, `give_back` and `forget_blocks`, where there is reason;
-3. layer by layer `look_up`, as often as there are lists, then the attention over what was listed, which puts pages into
-   the slots that they were given. A page must have its content in the host store when it is read, in the queue's order.
+1. `begin_step`, after the last step's attention has been launched;
+2. `set_aside`, `give_back` and `forget_blocks`, if needed;
+3. for each layer one `look_up` per list, followed by the attention over the listed pages, which also writes pages into
+   the slots that they were given. In the queue's order, the host store must hold a page before the page is read.
 
-A page is found from the step on that follows the one in which it was given a slot. So what was listed must be read, or
-the directory made anew: a step that fails between the two leaves slots without the page that they are said to hold.
+If a page is given a slot in one step, it is found from the next step on. So listed pages must be read. If a step fails
+between look-up and attention, some slots do not hold the page that the directory names for them, and it must be
+rebuilt.
 """
 
 from collections.abc import Sequence
@@ -23,33 +24,33 @@ from vllm_hybrid_sparse.kernels.page_directory.state import Listed, PageDirector
 from vllm_hybrid_sparse.memory.queues import upload
 
 _MOST_ROOM = 4096
-"""Pages that are given slots in a step at most. Reckoned, not measured: 4096 pages of head_dim 128 in bf16 are 32 MiB,
-which a link of 50 GB/s brings in 0.7 ms; a step that reads more of the host is slow whatever is kept of it, and the
-steps that follow keep the rest."""
+"""The most pages that get slots in one step. Calculated, not measured: 4096 pages of head_dim 128 in bf16 are 32
+MiB, which a link of 50 GB/s brings in 0.7 ms. A step that reads more from the host is slow whatever it keeps, and
+the following steps keep the rest."""
 
 _ROOM_SHARE = 8
-"""A reserve is at most this part of the pool, since what stands in it holds no page."""
+"""The reserve is at most one part in this many of the pool, because its slots hold no page."""
 
 _WINDOW_ROOMS = 4
-"""Slots looked at for a reserve, in reserves. Reckoned, not measured: the oldest quarter of a sample is taken, so a
-page read more often than most stays. The hand goes round n slots in n / window steps: two where an eighth is the
-reserve, hundreds in a pool of millions."""
+"""Slots searched in a step to fill the reserve, as a multiple of the reserve. Calculated, not measured: the oldest
+quarter of these slots is taken, so a page that is read more often than most stays. The hand goes round n slots in n
+/ window steps: two if the reserve is an eighth of the pool, hundreds in a pool of millions."""
 
 
 class DirectoryKernels(Protocol):
-    """What a directory is made of: `kernels/page_directory/gpu.py`, or its reference.py over CPU memory."""
+    """The kernels of a directory: `kernels/page_directory/gpu.py`, or its reference.py over CPU memory."""
 
     def turn_over(self, directory: PageDirectory, *, step: int, hand: int, window: int) -> None:
-        """Publish what arrived, and fill the reserve."""
+        """Make the pages that arrived findable, and fill the reserve."""
 
     def forget(self, directory: PageDirectory, pages: Tensor, *, store_pages: int, heads: int) -> None:
-        """Have pages lie nowhere."""
+        """Record that pages lie in no slot."""
 
     def set_aside(self, directory: PageDirectory, firsts: Tensor, length: int) -> None:
-        """Have runs of slots serve something else."""
+        """Take runs of slots out of use, for another purpose."""
 
     def give_back(self, directory: PageDirectory, firsts: Tensor, length: int) -> None:
-        """Have runs of slots in use again."""
+        """Put runs of slots back into use."""
 
     def look_up(
         self,
@@ -68,11 +69,11 @@ class DirectoryKernels(Protocol):
         kv_heads: int,
         admit: bool = True,
     ) -> Listed:
-        """List pages and say where they lie."""
+        """List pages, and where they lie."""
 
 
 class DeviceDirectory:
-    """Which page of the host store lies in which slot of a pool, all layers and KV heads. For the thread of steps."""
+    """Which page of the host store lies in which slot, for all layers and KV heads. Only for the step's thread."""
 
     def __init__(
         self,
@@ -87,14 +88,14 @@ class DeviceDirectory:
         window: int | None = None,
         kernels: DirectoryKernels | None = None,
     ) -> None:
-        """All slots free.
+        """All slots are free.
 
-        store_pages       pages of the host store of one layer and KV head
-        pages_per_block   of one layer and KV head
+        store_pages       pages of the host store for one layer and KV head
+        pages_per_block   likewise
         capacity          slots, 1 or more
         room              slots kept empty for a step's arrivals, 1 or more; None: an eighth of the slots, 1 to 4096
-        window            slots that are looked at for them in a step, 1 to `capacity`; None: four times `room`
-        kernels           None: those in Triton
+        window            slots searched in a step to fill the reserve, 1 to `capacity`; None: four times `room`
+        kernels           None: the Triton kernels
         """
         if kernels is None:
             from vllm_hybrid_sparse.kernels.page_directory import gpu  # noqa: PLC0415  (Triton, which others lack)
@@ -104,7 +105,7 @@ class DeviceDirectory:
         if room is None:
             room = min(_MOST_ROOM, max(1, capacity // _ROOM_SHARE))
         self.state = PageDirectory.empty(layers * kv_heads * store_pages, capacity, room, device)
-        self.step = 0  # the one under way, of those with look-ups; 0: none has begun
+        self.step = 0  # the current step; steps without look-ups do not count; 0: none has begun
         self._heads = layers * kv_heads
         self._kv_heads = kv_heads
         self._store_pages = store_pages
@@ -116,11 +117,11 @@ class DeviceDirectory:
         self._has_looked = False  # whether pages may be arriving
 
     def begin_step(self, written_pages: Sequence[int], *, arrived: bool = True) -> None:
-        """Let what arrived in the last step be found, and have room for what arrives in this one.
+        """Make the last step's arrivals findable, and make room for this step's.
 
-        written_pages   of the host store, whose content the step changes in whichever layer and KV head: they are found
-                        no more, and may be given slots again from this step on
-        arrived         whether anything was looked up since the last step began; if not, only that is done
+        written_pages   of the host store, whose content this step changes in any layer and KV head. They are no longer
+                        found, and may be given slots again from this step on
+        arrived         whether anything was looked up since the last step began; if not, this only forgets those pages
         """
         self._has_looked = False
         if arrived or self.step == 0:
@@ -131,12 +132,15 @@ class DeviceDirectory:
         self._forget(written_pages)
 
     def _next_in_use(self, slot: int) -> int:
-        """The slot or the next that is not set aside, as runs of thousands are: a window of them would give nothing."""
+        """The first slot from here on that is not set aside.
+
+        Runs of thousands are, and a window inside one would yield no slot.
+        """
         found = slot + int(self._is_aside[slot:].argmin())
         return int(self._is_aside.argmin()) if self._is_aside[found] else found
 
     def forget_blocks(self, blocks: Sequence[int]) -> None:
-        """Have no page of blocks found any more: their content changed. Before the first `look_up` of a step."""
+        """Stop finding the pages of blocks whose content changed. Call it before a step's first `look_up`."""
         assert not self._has_looked, "pages may be arriving, which would be found nevertheless"
         first_pages = np.asarray(blocks, dtype=np.int64) * self._pages_per_block
         self._forget((first_pages[:, None] + np.arange(self._pages_per_block)).ravel())
@@ -149,12 +153,12 @@ class DeviceDirectory:
             )
 
     def set_aside(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
-        """Take runs of slots out of use, which evicts what lies there, until they are given back.
+        """Take runs of slots out of use until they are given back. The pages that lie there are evicted.
 
-        Not between a `look_up` and the attention over what it listed.
+        Do not call it between a `look_up` and the attention over what was listed.
 
-        firsts    [runs]   the first slot of each run of `length`; IndexError where there are no such slots
-        returns   [runs]   whether it was taken: all are
+        firsts    [runs]   the first slot of each run of `length`; IndexError if there are no such slots
+        returns   [runs]   whether the run was taken: all are
         """
         slots = self._slots(firsts, length)
         self._is_aside[slots] = True
@@ -162,7 +166,7 @@ class DeviceDirectory:
         return np.ones(len(firsts), dtype=np.bool_)
 
     def give_back(self, firsts: NDArray[np.int32], length: int) -> None:
-        """Have runs of slots in use again that were set aside. ValueError where one was not."""
+        """Put runs of slots that were set aside back into use. ValueError if a slot was not set aside."""
         slots = self._slots(firsts, length)
         if not self._is_aside[slots].all():
             raise ValueError(f"slot={slots[~self._is_aside[slots]][0]}: is in use, it was not set aside")
@@ -180,7 +184,7 @@ class DeviceDirectory:
         return upload(torch.from_numpy(np.ascontiguousarray(firsts)), self._device)
 
     def entries_of(self, layer: int) -> tuple[int, int]:
-        """The first entry of a layer, and how many there are of each of its KV heads."""
+        """The first entry of a layer, and the number of entries per KV head."""
         return layer * self._kv_heads * self._store_pages, self._store_pages
 
     def look_up(
@@ -196,9 +200,9 @@ class DeviceDirectory:
         most: int,
         admit: bool = True,
     ) -> Listed:
-        """Say where the pages lie that decode rows are to read in a layer: `look_up` of kernels/page_directory/gpu.py.
+        """Find the pages that decode rows are to read in a layer: `look_up` of kernels/page_directory/gpu.py.
 
-        layer   the others are what they are there
+        The other arguments are as described there.
         """
         self._has_looked = True
         return self._kernels.look_up(

@@ -25,7 +25,7 @@ class PoolShape:
     head_dim: int
     dtype: torch.dtype
     eviction: str = "cyclic"  # cyclic | lru | fifo
-    unified: bool = True  # False: every layer has an equal share of the slots to itself, as a baseline
+    unified: bool = True  # False: every layer has its own equal share of the slots, as a baseline
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -44,7 +44,10 @@ class PoolShape:
 
 
 class DevicePool:
-    """The slots and which pages they hold. Its one writer is the loader's thread (`memory/transfers.py`).
+    """The slots, and which pages they hold. Only the loader's thread calls methods that change it
+    (`memory/transfers.py`).
+
+    Kernels also write slots: those of frames, and under device ranking those that the device's own directory gives out.
 
     Pages are given as numbers (`memory/page_keys.py`), int64.
     """
@@ -63,26 +66,26 @@ class DevicePool:
         self._table = SlotTable(shares=shares, every=shape.layer_capacity_pages, eviction=shape.eviction)
 
     def take(self, pages: NDArray[np.int64], wanted: NDArray[np.bool_]) -> Taken:
-        """Give slots to the pages of one layer in some parts, and pin each once for each time that it is named.
+        """Give slots to pages of one layer, in parts, and pin each page once for every time it is named.
 
-        The caller fills the slots that are fresh, or drops their pages. A part that does not fit beside what is pinned
-        is refused as a whole.
+        The caller must fill the fresh slots or drop their pages. A part that does not fit next to the pinned pages is
+        refused as a whole.
 
-        pages    [parts, pages]   behind the last of a part NO_PAGE
-        wanted   [parts]          others take nothing
+        pages    [parts, pages]   padded with NO_PAGE
+        wanted   [parts]          a part that is not wanted takes nothing
         """
         return self._table.take(pages, wanted)
 
     def release(self, pages: NDArray[np.int64]) -> None:
-        """Undo one pin of each page; it stays until its slot is needed."""
+        """Undo one pin of each page. A page stays until its slot is needed."""
         self._table.unpin(pages)
 
     def drop(self, pages: NDArray[np.int64]) -> int:
-        """Forget pages whose slots do not hold what the host store does; how many of them had one."""
+        """Forget pages whose slots do not match the host store. Returns how many of them had a slot."""
         return self._table.drop(pages)
 
     def slots_of(self, pages: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Slots of pages, of their shape, NO_SLOT where a page has none; recency stays as it was."""
+        """Slots of pages, in the same shape, NO_SLOT if a page has none. Does not change recency."""
         return self._table.slots_of(pages)
 
     def missing(self, pages: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -91,17 +94,17 @@ class DevicePool:
         return lacking
 
     def fill(self, slots: NDArray[np.int32], source: HostPages, pages: NDArray[np.int64]) -> None:
-        """Copy pages of a layer's host store into slots; what fails has filled none, or may be tried again."""
+        """Copy pages of a layer's host store into slots. A call that fails has filled none, or may be repeated."""
         self.put(slots, *source.read(pages))
 
     def set_aside(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
-        """Take runs of slots of a unified pool out of use, until they are given back: see `SlotTable.set_aside`."""
+        """Take runs of slots of a unified pool out of use until they are given back: see `SlotTable.set_aside`."""
         taken = self._table.set_aside(firsts, length)
         self._aside += int(taken.sum()) * length
         return taken
 
     def give_back(self, firsts: NDArray[np.int32], length: int) -> None:
-        """Have runs of slots in use again that were set aside."""
+        """Put runs of slots that were set aside back into use."""
         self._table.give_back(firsts, length)
         self._aside -= len(firsts) * length
 
@@ -111,10 +114,10 @@ class DevicePool:
         return self.shape.layer_capacity_pages - self._aside
 
     def follow(self, mark: Mark) -> None:
-        """Let what is put into slots from now on be put there only after a mark; here it has passed."""
+        """Put later content into slots only after a mark; here every mark has passed."""
 
     def mark(self) -> Mark | None:
-        """Behind which all is in its slots that was put there; None: it is there already."""
+        """A mark behind everything put into slots so far; None: it is there already."""
         return None
 
     def put(self, slots: NDArray[np.int32], key: Tensor, value: Tensor) -> None:
@@ -126,7 +129,7 @@ class DevicePool:
     def put_tokens(self, slots: NDArray[np.int32], offsets: NDArray[np.int64], key: Tensor, value: Tensor) -> None:
         """Write one token into each of some slots.
 
-        offsets      its place in the page, 0 to 15
+        offsets      the token's place in the page, 0 to 15
         key, value   [slots, head_dim]
         """
         index = torch.from_numpy(slots).long(), torch.from_numpy(offsets)
@@ -149,10 +152,10 @@ class DevicePool:
         return self._table.evictions
 
     def resident_by_layer(self) -> dict[int, int]:
-        """How many slots each layer holds that holds any."""
+        """How many slots each layer holds; layers that hold none are left out."""
         layers, counts = np.unique(self._table.pages() >> LAYER_SHIFT, return_counts=True)
         return dict(zip(layers.tolist(), counts.tolist(), strict=True))
 
     def check_integrity(self) -> None:
-        """AssertionError where the table contradicts itself or holds a page in another layer's share."""
+        """AssertionError if the table contradicts itself or holds a page in another layer's share."""
         self._table.check_integrity()

@@ -1,7 +1,8 @@
-"""Gives heap memory that nobody uses back to the system.
+"""Gives unused heap memory back to the system.
 
-A prompt's tensors are as long as its chunk, and what lives a little longer settles in the gaps between them. So with
-ever new lengths glibc's heap has ever more free memory, too scattered for the next tensor, which stays resident.
+A prompt's tensors are as long as its chunk, and allocations that live a little longer settle in the gaps between them.
+So as lengths keep changing, glibc's heap gathers more and more free memory that is too scattered for the next tensor
+but stays resident.
 """
 
 import ctypes
@@ -9,19 +10,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-IDLE_S = 10.0  # the next prompt after a trim meets page faults for what it uses anew, some 30 ms
+IDLE_S = 10.0  # after a trim the next prompt's page faults take some 30 ms
 
 
 def glibc_trim() -> Callable[[], object] | None:
-    """glibc's malloc_trim, of all free pages; None where the C library has none."""
+    """glibc's malloc_trim for all free pages; None if the C library has no such function."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return None if trim is None else lambda: trim(ctypes.c_size_t(0))
 
 
 class IdleTrimmer:
-    """Trims on a thread of its own, once after each time of work, when that has rested for `idle_s` seconds.
+    """Trims on its own thread, once after each period of work, when work has rested for `idle_s` seconds.
 
-    trim    what gives free memory back; None: nothing does, and there is no thread
+    trim    gives free memory back; None: nothing is trimmed, and there is no thread
     """
 
     def __init__(self, trim: Callable[[], object] | None, idle_s: float = IDLE_S) -> None:
@@ -37,7 +38,7 @@ class IdleTrimmer:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Nothing is trimmed within it, however long it takes; the rest begins at its end."""
+        """Mark a period of work. Nothing is trimmed during it, and the idle time starts at its end."""
         self._working = True
         try:
             yield

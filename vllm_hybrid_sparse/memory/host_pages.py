@@ -11,14 +11,18 @@ from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.memory.page_keys import places_of
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
+_VECTOR = 16
+"""Elements that kernels read at a time: a page begins at a multiple of them."""
+
 
 class HostPages:
     """One layer's KV memory, read by page. It is written by the native core and by vLLM, never here."""
 
     def __init__(self, kv_cache: Tensor, layout: BlockLayout, num_kv_heads: int) -> None:
-        """KernelError where a row of `kv_cache` is too short for a block.
+        """KernelError where a row of `kv_cache` is too short for a block, or kernels would misread the next one.
 
-        kv_cache   [blocks, …], any dtype; the first num_kv_heads * head_block_bytes bytes of a row are the block
+        kv_cache   [blocks, …], any dtype; the first num_kv_heads * head_block_bytes bytes of a row are the block, and a
+                   row is whole vectors of 16 elements of the KV dtype
         """
         row_bytes = kv_cache.stride(0) * kv_cache.element_size()
         if row_bytes < num_kv_heads * layout.head_block_bytes or row_bytes % layout.element_bytes:
@@ -27,6 +31,8 @@ class HostPages:
                 f"{num_kv_heads * layout.head_block_bytes} bytes"
             )
         elements = kv_cache if kv_cache.dtype == layout.torch_dtype else kv_cache.view(layout.torch_dtype)
+        if elements.stride(0) % _VECTOR:
+            raise KernelError(f"block_stride={elements.stride(0)}: must be a multiple of {_VECTOR} elements")
         page_elements = layout.page_bytes // layout.element_bytes
         self._layout = layout
         block_elements = num_kv_heads * layout.head_block_bytes // layout.element_bytes
@@ -68,7 +74,7 @@ class HostPages:
         """Where pages begin in `elements`, for the kernels that copy them.
 
         kv_heads, pages   int64, of shapes that broadcast
-        returns           int64
+        returns           int64, multiples of 16
         """
         block, head, page = self._parts.stride()[:3]
         return pages // self.pages_per_block * block + kv_heads * head + pages % self.pages_per_block * page

@@ -1,7 +1,7 @@
 """How the KV memory of one layer is laid out for the CPU kernels (`csrc/layout.h` is the same in C++).
 
-A block is the pages of its KV heads, head by head, then the summaries of these pages, head by head: scoring reads the
-summaries of all heads, and reads them in one piece.
+A block holds the pages of its KV heads, head by head, then the summaries of these pages, head by head, because scoring
+reads the summaries of all heads in one piece.
 
     block    [kv_heads][pages], [kv_heads][summaries]; split_codes: [kv_heads][pages], [kv_heads][coarse parts],
              [kv_heads][fine parts]
@@ -9,18 +9,17 @@ summaries of all heads, and reads them in one piece.
     K part   bf16, e4m3: [head_dim / 2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
     V part   bf16, e4m3: [8 token pairs][head_dim][2 tokens]    f16, f32: [16 tokens][head_dim]
     summary  minmax: [max: head_dim][min: head_dim]       cuboid_mean: [centre: head_dim]
-             key_codes, whatever the dtype: lines of [16 tokens][4 dims] bytes, each with 8 / code_bits such dims from
-             its lowest bits on, [head_dim / 2] bytes with the mean, [16 tokens] bytes, bf16 unit of these bytes, bf16
-             unit of the mean, zeros, and a byte that is 1 where what keys have in common was taken out
-             (kernels/key_codes)
-             split_codes: key codes of two bits in two parts. Coarse part: what codes of one bit are, with the higher
-             bits, which are signs, and a unit of the factors for these; the factors' own unit where zeros would begin.
-             Fine part: the lower bits, in lines as those of the signs (csrc/split_codes.h)
+             key_codes, for any dtype: lines of [16 tokens][4] bytes, a byte holding 8 / code_bits dims (4 apart) from
+             its lowest bits on; [head_dim / 2] bytes with the mean; [16 tokens] factor bytes; bf16 unit of the
+             factors; bf16 unit of the mean; zeros; a byte that is 1 if a common key was taken out (kernels/key_codes)
+             split_codes: key codes of two bits in two parts. Coarse part: laid out like codes of one bit, with the
+             higher bits (the signs) and a unit of the factors that suits signs alone. The factors' own unit lies where
+             the zeros would begin. Fine part: the lower bits, in lines like those of the signs (csrc/split_codes.h)
              none: nothing
 
 One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no sum across lanes. All
-elements, those of bounds and centres too, are of the KV dtype; with e4m3 (eight bits: OCP's FP8 for inference) bounds
-and centres are bf16, which it is widened to. Only the summary of a full page holds anything.
+elements, including bounds and centres, have the KV dtype. With e4m3 (eight bits: OCP's FP8 for inference) bounds and
+centres are bf16, the type that e4m3 is widened to. Only the summary of a full page is valid.
 """
 
 from dataclasses import dataclass
@@ -43,11 +42,11 @@ from vllm_hybrid_sparse.values import (
 )
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-"""By name, what rows and, but for e4m3, pages are of."""
+"""Dtypes of rows, and of all pages but e4m3, by name."""
 STORED_DTYPES = {**TORCH_DTYPES, "e4m3": torch.float8_e4m3fn}
-"""By name, what pages are of."""
+"""Dtypes of pages, by name."""
 
-_PAIRED = ("bf16", "e4m3")  # of whose elements two dims or tokens lie side by side
+_PAIRED = ("bf16", "e4m3")  # dtypes whose pages store two dims or two tokens side by side
 _HEAD_DIM_STEP = 16
 
 
@@ -58,13 +57,13 @@ def _bytes(part: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout:
-    """Sizes of one KV head's part of a block, and the way in and out of a block. Raises ConfigError."""
+    """Sizes of one KV head's part of a block; packs and unpacks blocks. Raises ConfigError."""
 
-    dtype: str  # of K, V and summaries: bf16 | f16 | f32; e4m3, of which summaries are bf16
+    dtype: str  # of K, V and summaries: bf16 | f16 | f32; e4m3, whose summaries are bf16
     head_dim: int  # a multiple of 16, 16 to 512
     block_tokens: int  # tokens of vLLM's block; a multiple of 16
     summary: str  # minmax | cuboid_mean | key_codes | split_codes | none
-    code_bits: int = 2  # bits a dimension of key_codes
+    code_bits: int = 2  # bits per dimension of key_codes
 
     def __post_init__(self) -> None:
         if self.dtype not in STORED_DTYPES:
@@ -93,7 +92,7 @@ class BlockLayout:
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """What bounds and centres are of, and keys and values before they are stored."""
+        """Dtype of bounds and centres, and of keys and values before they are stored."""
         return row_dtype(self.torch_dtype)
 
     @property
@@ -113,16 +112,16 @@ class BlockLayout:
 
     @property
     def summary_bytes(self) -> int:
-        """Bytes of the summary of one page, of split codes both parts."""
+        """Bytes of the summary of one page; both parts of split codes."""
         return summary_bytes(self.summary, self.head_dim, self.row_dtype.itemsize, self.code_bits)
 
     @property
     def head_block_bytes(self) -> int:
-        """Bytes of a block for each of its KV heads: pages and their summaries."""
+        """Bytes of a block per KV head: pages and their summaries."""
         return self.pages_per_block * (self.page_bytes + self.summary_bytes)
 
     def stored(self, rows: Tensor) -> Tensor:
-        """Keys or values as pages hold them, of `row_dtype` again; of e4m3 what is too large is the largest."""
+        """Keys or values as pages hold them, converted back to `row_dtype`; e4m3 clamps what is too large."""
         largest = torch.finfo(self.torch_dtype).max
         narrow = rows.clamp(-largest, largest) if self.torch_dtype != self.row_dtype else rows
         return narrow.to(self.torch_dtype).to(self.row_dtype)
@@ -158,8 +157,8 @@ class BlockLayout:
 
         block     [any], num_kv_heads * head_block_bytes contiguous bytes of any dtype
         returns   key, value [block_tokens, kv_heads, head_dim] of `row_dtype`; summaries [kv_heads, pages, vectors,
-                  head_dim] likewise, of key codes and of none [kv_heads, pages, summary_bytes] uint8, split codes'
-                  fine part after the coarse
+                  head_dim] likewise, but [kv_heads, pages, summary_bytes] uint8 for key codes and none, with the fine
+                  part of split codes after the coarse
         """
         content = block.view(torch.uint8)
         pages_bytes = num_kv_heads * self.pages_per_block * self.page_bytes

@@ -1,4 +1,4 @@
-"""Pages of the host store by name, and as numbers: many of them are looked up, pinned and copied at once."""
+"""Pages of the host store by name, and by number, since many are looked up, pinned and copied at once."""
 
 from typing import NamedTuple, Self
 
@@ -6,17 +6,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 NO_PAGE = -1
-"""Stands behind the pages of a part that has fewer than another."""
+"""Pads parts that have fewer pages than others."""
 
 _PAGE_BITS = 40
 _HEAD_BITS = 11
 
 LAYER_SHIFT = _PAGE_BITS + _HEAD_BITS
-"""A page's number without so many of its lower bits is its layer."""
+"""A page's number shifted right by this many bits is its layer."""
 
 
 class PageKey(NamedTuple):
-    """A page of the host store. What it holds changes through writes only, whichever requests share it."""
+    """A page of the host store. Only writes change its content, whichever requests share it."""
 
     layer: int  # below 2^12
     kv_head: int  # below 2^11
@@ -24,7 +24,7 @@ class PageKey(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The page as `page_numbers` has it."""
+        """The page's number, as in `page_numbers`."""
         return int(page_numbers(*self))
 
     @classmethod
@@ -34,7 +34,7 @@ class PageKey(NamedTuple):
 
 
 def page_numbers(layer: int, kv_heads: ArrayLike, pages: ArrayLike) -> NDArray[np.int64]:
-    """Numbers of pages of one layer, of the broadcast shape; int64 arguments."""
+    """Numbers of pages of one layer, in the broadcast shape of the int64 arguments."""
     return (
         (np.int64(layer) << LAYER_SHIFT) | (np.asarray(kv_heads, np.int64) << _PAGE_BITS) | np.asarray(pages, np.int64)
     )
@@ -47,6 +47,6 @@ def block_page_numbers(layer: int, kv_heads: int, blocks: ArrayLike, pages_per_b
 
 
 def places_of(numbers: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """KV heads and pages that numbers stand for, each of their shape."""
+    """The KV heads and pages that numbers stand for, each in the shape of `numbers`."""
     of = np.asarray(numbers, np.int64)
     return (of >> _PAGE_BITS) & ((1 << _HEAD_BITS) - 1), of & ((1 << _PAGE_BITS) - 1)

@@ -1,7 +1,7 @@
 """Pinned host memory: a host store that a GPU reads and writes in place.
 
-vLLM allocates the store as ordinary memory, it is populated in huge pages (`memory/prefault.py`), and then it is pinned
-where it lies. Pinned memory cannot be paged out: what is pinned is gone for the whole machine until it is unpinned.
+vLLM allocates the store as ordinary memory. It is populated in huge pages (`memory/prefault.py`) and then pinned where
+it lies. Pinned memory cannot be paged out, so the whole machine lacks it until it is unpinned.
 """
 
 from pathlib import Path
@@ -13,20 +13,21 @@ from torch import Tensor
 from vllm_hybrid_sparse.errors import ConfigError
 
 SHARE = 0.5
-"""Of the memory that is available at start-up, what a host store takes that nobody gave a size."""
+"""Share of the memory available at start-up that a host store takes if nobody gave its size."""
 
 LEFT_BYTES = 2 * 2**30
-"""What a host store must leave: vLLM's own processes need it, and a machine without free memory stops working."""
+"""Bytes that a host store must leave: vLLM's own processes need them, and a machine without free memory stops
+working."""
 
 _GIB = 2.0**30
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that may still be taken: what the machine has, or what the process's control group leaves of its limit.
+    """Memory that may still be taken: the machine's, or less if the process's control group has a limit.
 
-    Files that the system holds in memory, as those of weights just read, do not count as taken: they give way.
+    Files that the system caches in memory, such as weights just read, do not count as taken, because they give way.
 
-    root   of the file system in which /proc and /sys are looked for
+    root   root of the file system that has /proc and /sys
     """
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
@@ -40,10 +41,10 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _cached_bytes(path: Path) -> int:
-    """What a control group's memory has of files; 0 where it does not say."""
+    """Bytes of cached files in a control group's memory; 0 if it does not say."""
     try:
         fields = dict(line.split() for line in path.read_text(encoding="ascii").splitlines())
-        return int(fields["active_file"]) + int(fields["inactive_file"])  # `file` would have shared memory in it
+        return int(fields["active_file"]) + int(fields["inactive_file"])  # `file` would include shared memory
     except (OSError, ValueError, KeyError):
         return 0
 
@@ -54,7 +55,7 @@ def host_store_bytes(asked: int | None, available: int, ranks: int) -> int:
     asked       vLLM's --kv-cache-memory-bytes, which is for each worker; None: an equal part of SHARE
     available   bytes, before any worker of this machine has taken its own
     ranks       workers on this machine
-    raises      ConfigError where the machine has not so much
+    raises      ConfigError if the machine does not have that much
     """
     if asked is None:
         return int(SHARE * available) // ranks
@@ -70,8 +71,8 @@ def host_store_bytes(asked: int | None, available: int, ranks: int) -> int:
 def pin(tensor: Tensor, runtime: Any = None) -> None:
     """Pin the memory behind a tensor; its contents and its views stay as they are.
 
-    runtime   CUDA's runtime, as torch gives it; None: that
-    raises    ConfigError where the driver refuses
+    runtime   CUDA's runtime; None: torch's
+    raises    ConfigError if the driver refuses
     """
     storage = tensor.untyped_storage()
     cudart = runtime or torch.cuda.cudart()

@@ -1,8 +1,8 @@
 """Backs the host store with real memory, in huge pages, before the first request.
 
-A fresh allocation is only a promise: its first use costs a page fault every 4 KiB in the middle of a prefill, memory
-that the machine lacks is missed only then, and resident memory creeps up for as long as blocks stay unused. Huge
-pages spare the address translation that scattered page reads would otherwise miss.
+A fresh allocation is only a promise. Its first use costs a page fault every 4 KiB in the middle of a prefill, a lack of
+memory shows only then, and resident memory creeps up until every block has been used. Without huge pages, scattered
+page reads would miss in the address translation.
 """
 
 import ctypes
@@ -18,13 +18,13 @@ _MADV_COLLAPSE = 25  # Linux 6.1
 
 _PIECE_BYTES = 1 << 30
 _MOST_THREADS = 8
-"""Pieces are populated by some threads at once: one alone took 2 to 7 s for 6 GiB in a virtual machine (ad hoc)."""
+"""The most threads that populate pieces at once. One thread took 2 to 7 s for 6 GiB in a virtual machine (ad hoc)."""
 
 
 def prefault(tensor: torch.Tensor) -> list[str]:
     """Populate the storage of `tensor` and ask for huge pages; contents stay as they are.
 
-    Returns the advice that the kernel declined ("populate", "collapse"): an older kernel serves as well, only slower.
+    Returns the advice that the kernel declined ("populate", "collapse"): an older kernel also works, only more slowly.
     """
     storage = tensor.untyped_storage()
     page = mmap.PAGESIZE
@@ -37,7 +37,7 @@ def prefault(tensor: torch.Tensor) -> list[str]:
     pieces = [(start + begin, min(_PIECE_BYTES, length - begin)) for begin in range(0, length, _PIECE_BYTES)]
 
     def advise(piece: tuple[int, int], advice: int) -> int:
-        """0, or why it was declined; other threads run meanwhile."""
+        """0, or the error number if it was declined; other threads run meanwhile."""
         return 0 if libc.madvise(*piece, advice) == 0 else ctypes.get_errno()
 
     declined = []

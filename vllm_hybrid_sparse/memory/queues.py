@@ -1,6 +1,6 @@
-"""Ordered queues of work on a device and marks in them: all that the runtime needs of CUDA's streams and events.
+"""Ordered queues of work on a device, and marks in them: all that the runtime needs of CUDA's streams and events.
 
-Where tensors lie in CPU memory, every call has done its work when it returns, and a queue has nothing to order. That is
+If tensors lie in CPU memory, every call has done its work when it returns, and a queue has nothing to order. That is
 how the CUDA device runs in tests, with interpreted kernels.
 """
 
@@ -19,28 +19,28 @@ class Mark(Protocol):
         """Block the calling thread, and nothing else, until the work before the mark is done."""
 
     def passed(self) -> bool:
-        """Whether it is done; nothing is waited for."""
+        """Whether that work is done; does not wait."""
 
     def seconds_since(self, earlier: Self) -> float:
-        """Time of the device between two marks of one queue, both of which are waited for."""
+        """Device time between two marks of one queue; both must have passed."""
 
 
 class DeviceQueue(Protocol):
-    """Work that a device does in order: a stream. Threads may share one; what each gives it keeps its order."""
+    """Work that a device does in order: a stream. Threads may share one; each thread's work keeps its order."""
 
     device: torch.device
 
     def launching(self) -> AbstractContextManager[object]:
-        """Give the queue what the calling thread launches until the exit, tensors it makes included."""
+        """Until the exit, put what the calling thread launches on this queue, including the tensors it makes."""
 
     def mark(self) -> Mark:
-        """A mark behind everything that the queue was given."""
+        """A mark behind everything put on the queue so far."""
 
     def follow(self, mark: Mark) -> None:
-        """Let what the queue is given from now on begin only after the mark, which may be another queue's."""
+        """Hold all later work of this queue back until the mark, which may be another queue's, has passed."""
 
     def keep(self, *tensors: Tensor) -> None:
-        """Let nothing else have the memory of tensors of another queue before the work given to this one is done."""
+        """Keep the memory of other queues' tensors from being reused before this queue's work so far is done."""
 
 
 class _Passed:
@@ -50,10 +50,10 @@ class _Passed:
         self._made_s = time.perf_counter()
 
     def wait(self) -> None:
-        """Not at all."""
+        """Return at once."""
 
     def passed(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def seconds_since(self, earlier: Self) -> float:
@@ -117,7 +117,7 @@ class StreamQueue:
 
     def mark(self) -> Mark:
         """See `DeviceQueue`."""
-        with torch.cuda.device(self.device):  # which a thread of ours may not have chosen yet
+        with torch.cuda.device(self.device):  # a thread of ours may not have chosen it yet
             return _Event(self._stream)
 
     def follow(self, mark: Mark) -> None:
@@ -132,23 +132,23 @@ class StreamQueue:
 
 
 def open_queue(device: torch.device) -> DeviceQueue:
-    """A queue of its own."""
+    """A new queue."""
     return StreamQueue(torch.cuda.Stream(device)) if device.type == "cuda" else DoneQueue(device)
 
 
 def current_queue(device: torch.device) -> DeviceQueue:
-    """The queue that the calling thread launches to as it is: vLLM's, in a step."""
+    """The queue that the calling thread launches to now: in a step, vLLM's."""
     return StreamQueue(torch.cuda.current_stream(device)) if device.type == "cuda" else DoneQueue(device)
 
 
 def host_empty(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """CPU memory that a device may write without waiting: pinned beside a GPU."""
+    """CPU memory that a device can write without anyone waiting: pinned if the device is a GPU."""
     return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor on the device, queued on the current stream; the tensor may be dropped at once.
 
-    Its staging memory is torch's pinned cache, which gives a block out again only after the copies from it.
+    The staging memory comes from torch's pinned cache, which reuses a block only after the copies from it are done.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()

@@ -1,4 +1,4 @@
-"""Which page lies in which slot, and which slots may not be taken (`csrc/slot_table.cpp`): many pages a call."""
+"""Which page lies in which slot, and which slots may not be taken (`csrc/slot_table.cpp`); a call takes many pages."""
 
 from typing import NamedTuple
 
@@ -13,33 +13,33 @@ NO_SLOT = -1
 
 
 class Taken(NamedTuple):
-    """Slots of the pages of some parts, which are pinned."""
+    """Slots of the pages of some parts. The pages are pinned."""
 
-    slots: NDArray[np.int32]  # [parts, pages], NO_SLOT where there is no page, or the part got none
-    fresh: NDArray[np.bool_]  # [parts, pages], those that do not hold the page yet; named twice, a page is fresh once
-    refused: dict[int, CapacityError]  # by part: those that do not fit beside what is pinned
+    slots: NDArray[np.int32]  # [parts, pages], NO_SLOT if there is no page or the part got no slots
+    fresh: NDArray[np.bool_]  # [parts, pages], slots that do not hold their page yet; a page named twice is fresh once
+    refused: dict[int, CapacityError]  # by part: those that do not fit next to the pinned pages
 
 
 class SlotTable:
     """The pages of some slots. A page has at most one slot; a pinned one keeps it until it is unpinned."""
 
     def __init__(self, *, shares: int, every: int, eviction: str) -> None:
-        """All slots free.
+        """All slots are free.
 
-        shares     1: all layers share the slots; else each layer has a share to itself, and what it lacks nobody gives
-        every      slots of a share
-        eviction   one of DEVICE_EVICTIONS of the settings; `csrc/slot_table.h` says what each is
+        shares     1: all layers share the slots; otherwise each layer has its own share and cannot use another's slots
+        every      slots per share
+        eviction   one of DEVICE_EVICTIONS of the settings; `csrc/slot_table.h` explains them
         """
         self._every = every
         order = getattr(_native.SlotTable.Order, eviction)
         self._native = _native.SlotTable(shares=shares, every=every, order=order, layer_shift=LAYER_SHIFT)
 
     def take(self, pages: NDArray[np.int64], wanted: NDArray[np.bool_]) -> Taken:
-        """Give slots to the pages that have none, and pin each once for each time that it is named.
+        """Give slots to the pages that have none, and pin each page once for every time it is named.
 
-        A part that does not fit beside what is pinned loses and gets nothing, nor does one that is not wanted.
+        A part that is not wanted, or does not fit next to the pinned pages, neither gets nor loses anything.
 
-        pages    [parts, pages]   numbers of pages of one layer; behind the last of a part NO_PAGE
+        pages    [parts, pages]   numbers of pages of one layer, padded with NO_PAGE
         wanted   [parts]
         """
         parts, width = pages.shape
@@ -55,38 +55,38 @@ class SlotTable:
         return Taken(slots, fresh, errors)
 
     def unpin(self, pages: NDArray[np.int64]) -> None:
-        """Undo one pin of each page; it keeps its slot until another page needs it. ValueError where one has none."""
+        """Undo one pin of each page; it keeps its slot until another page needs it. ValueError if one has no pin."""
         listed = np.ascontiguousarray(pages)
         self._native.unpin(_address(listed), listed.size)
 
     def drop(self, pages: NDArray[np.int64]) -> int:
-        """Free the slots of pages, pins with them: what lies there is not the page. How many of them had one."""
+        """Free slots that no longer hold these pages' content, with all pins. Returns how many pages had a slot."""
         listed = np.ascontiguousarray(pages)
         return self._native.drop(_address(listed), listed.size)
 
     def slots_of(self, pages: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Slots of pages, of their shape, NO_SLOT where a page has none; the order of eviction stays as it was."""
+        """Slots of pages, in the same shape, NO_SLOT if a page has none. Does not change the order of eviction."""
         listed, slots = np.ascontiguousarray(pages), np.empty(pages.shape, np.int32)
         self._native.slots_of(_address(listed), listed.size, _address(slots))
         return slots
 
     def set_aside(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
-        """Take runs of slots out of use, which evicts what lies there, until they are given back.
+        """Take runs of slots out of use until they are given back. The pages that lie there are evicted.
 
-        firsts    [runs]   the first slot of each run of `length`; IndexError where there are no such slots
-        returns   [runs]   whether it was taken; where a slot of it is pinned or out of use, it stays as it was
+        firsts    [runs]   the first slot of each run of `length`; IndexError if there are no such slots
+        returns   [runs]   whether the run was taken; a run with a slot that is pinned or out of use stays as it was
         """
         listed, taken = np.ascontiguousarray(firsts), np.empty(len(firsts), np.bool_)
         self._native.set_aside(_address(listed), len(listed), length, _address(taken))
         return taken
 
     def give_back(self, firsts: NDArray[np.int32], length: int) -> None:
-        """Have runs of slots in use again that were set aside. ValueError where one was not."""
+        """Put runs of slots that were set aside back into use. ValueError if one was not set aside."""
         listed = np.ascontiguousarray(firsts)
         self._native.give_back(_address(listed), len(listed), length)
 
     def pages(self) -> NDArray[np.int64]:
-        """The pages that have a slot, in no order."""
+        """The pages that have a slot, in no particular order."""
         return np.array(self._native.pages(), dtype=np.int64)
 
     @property
@@ -103,7 +103,7 @@ class SlotTable:
         return self._native.resident
 
     def check_integrity(self) -> None:
-        """AssertionError where a slot is lost or held twice, or pins or the order name a page without one."""
+        """AssertionError if a slot is lost or held twice, or if pins or the order name a page without a slot."""
         contradiction = self._native.contradiction()
         assert not contradiction, contradiction
 

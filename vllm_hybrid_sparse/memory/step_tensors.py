@@ -1,6 +1,6 @@
-"""Small tensors that every step uploads anew, one copy for all of them, and always to the same places.
+"""Small tensors that every step uploads again, with one copy for all of them, and always to the same places.
 
-What was captured in a CUDA graph reads where it read then: a later step's numbers must lie there.
+A captured CUDA graph reads where it read at capture, so a later step's numbers must lie there too.
 """
 
 from collections import OrderedDict
@@ -15,27 +15,30 @@ from torch import Tensor
 from vllm_hybrid_sparse.memory.queues import host_empty
 
 _ALIGNED_BYTES = 512
-"""Where a tensor begins: as torch aligns them, by which Triton compiles."""
+"""Alignment of a tensor's start: torch's own, because what Triton compiles depends on it."""
 
 _MOST = 256
-"""Kinds of steps that keep their places; the one used longest ago gives its own up. 1 MB for 32
-rows of 128K tokens in blocks of 16."""
+"""The most kinds of steps that keep their places; the one used longest ago gives its places up. One kind takes 1 MB
+for 32 rows of 128K tokens in blocks of 16."""
 
 
 class StepTensors:
-    """Tensors on one device. For the step's thread alone, and one queue: uploads follow what still reads the last."""
+    """Tensors on one device. Only for the step's thread and one queue.
+
+    Because they share one queue, an upload comes after whatever still reads the last contents.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._held: OrderedDict[Hashable, tuple[Tensor, dict[str, Tensor]]] = OrderedDict()
 
     def upload(self, name: Hashable, parts: Mapping[str, NDArray[Any]]) -> tuple[Hashable, dict[str, Tensor]]:
-        """Copies of some arrays on the device, queued on the current stream.
+        """Copy arrays to the device, queued on the current stream.
 
-        The tensors are those of the last call with this name and the same shapes, and have other contents now.
+        A call with the same name and shapes as an earlier one overwrites that call's tensors and returns them.
 
-        name      tells apart what a step needs at the same time
-        returns   where they lie, by which a graph that reads them may be known; and the tensors, by their names
+        name      distinguishes sets of tensors that a step needs at the same time
+        returns   a key for the places of the tensors, which identifies a graph that reads them; and the tensors by name
         """
         arrays = {part: np.ascontiguousarray(array) for part, array in parts.items()}
         key = (name, *((part, array.shape, array.dtype.str) for part, array in arrays.items()))
@@ -63,7 +66,7 @@ class StepTensors:
 
 
 def _begins(arrays: Mapping[str, NDArray[Any]]) -> list[int]:
-    """Where each array begins, and the end of all, in bytes."""
+    """Where each array begins and where the last one ends, in bytes."""
     begins = [0]
     for array in arrays.values():
         begins.append(begins[-1] + -(-array.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES)

@@ -1,8 +1,8 @@
 """The loader: the one thread that decides what the device pool holds, and fills it from the host store.
 
-All that changes the pool goes through one ordered queue, the way a GPU's copies go through one stream: a page that was
-written is dropped before a later load can find it, and no lock is needed. What a load became is handed over as a
-future. On a GPU its copies are launched by then, and `Loaded.ready` is the event behind them.
+Every change to the pool goes through one ordered queue, just as a GPU's copies go through one stream. So a page that
+was written is dropped before a later load can find it, and no lock is needed. The result of a load is a future. On a
+GPU the future is done when the copies are launched, and `Loaded.ready` is the event behind them.
 """
 
 from collections.abc import Callable
@@ -23,78 +23,79 @@ from vllm_hybrid_sparse.memory.queues import Mark
 from vllm_hybrid_sparse.memory.slot_table import NO_SLOT
 
 COPY_PAGES = 1024
-"""Pages that are copied between two looks at whether they are still wanted: 8 MiB of pages of 128 dims in BF16, some
-0.2 ms over PCIe 5, several times what their launch takes. Reckoned, not measured."""
+"""Pages copied between two checks whether they are still wanted: 8 MiB for pages of 128 dims in BF16, which takes
+some 0.2 ms over PCIe 5, several times as long as the launch. Calculated, not measured."""
 
 THREAD_NAME = "hybrid-sparse-loader"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The pages of one round, in parts that are wanted, and may fail, each by itself: one a group."""
+    """The pages of one round, one part per group. Each part may be unwanted, or fail, separately."""
 
-    source: HostPages  # of the layer that all pages are of
-    pages: NDArray[np.int64]  # [parts, pages] numbers (`page_keys.py`); behind the last of a part NO_PAGE
-    # [parts], which of them need not be loaded any more; asked from the loader's thread, now and then.
+    source: HostPages  # of the layer of all pages
+    pages: NDArray[np.int64]  # [parts, pages] numbers (`page_keys.py`), padded with NO_PAGE
+    # [parts], whether a part need not be loaded any more. The loader's thread calls it now and then.
     unwanted: Callable[[], NDArray[np.bool_]]
 
 
 @dataclass(slots=True)
 class Loaded:
-    """What became of a load. The pages in `held` are pinned until it is released."""
+    """The result of a load. The pages in `held` are pinned until it is released."""
 
-    slots: NDArray[np.int32]  # [parts, pages], NO_SLOT behind the last of a part, and in one that got nothing
+    slots: NDArray[np.int32]  # [parts, pages], NO_SLOT as padding and in parts that got nothing
     errors: dict[int, CapacityError | LoadError] = field(default_factory=dict)  # by part
     held: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    wanted_pages: int = 0  # of the parts that were wanted when their turn came, but for those withdrawn before a copy
-    hit_pages: int = 0  # of them, those that were there
+    wanted_pages: int = 0  # of parts that were wanted at their turn, except pages withdrawn before their copy
+    hit_pages: int = 0  # of these, the pages that were there already
     fetched_pages: int = 0  # copied from the host store
     ready: Mark | None = None  # behind the copies; None: they are done
 
     @property
     def has_slots(self) -> NDArray[np.bool_]:
-        """[parts], those that have something in the pool."""
+        """[parts], whether a part has anything in the pool."""
         has_slots: NDArray[np.bool_] = np.any(self.slots >= 0, axis=1)
         return has_slots
 
 
 @dataclass(frozen=True, slots=True)
 class FrameFill:
-    """Blocks of one layer that are to lie in frames, whose slots are set aside."""
+    """Blocks of one layer to copy into frames. The frames' slots are set aside already."""
 
     source: HostPages  # of the layer
     shape: FrameShape
     layer: int
     blocks: NDArray[np.int64]
     frames: NDArray[np.int32]
-    after: Mark | None = None  # which the copies follow; None: nothing that they need is under way
+    after: Mark | None = None  # which the copies follow; None: nothing they need is under way
 
 
 class Loader:
-    """Fills a pool. Its methods return at once; what they ask for happens in their order."""
+    """Fills a pool. Its methods queue work in order. All but `set_aside`, `give_back` and `close` return at once."""
 
     def __init__(self, pool: DevicePool) -> None:
         self.pool = pool
         self._stream = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
 
     def load(self, load: Load) -> Future[Loaded]:
-        """Pin the pages of a microbatch, each part as a whole, and copy those that the pool lacks.
+        """Pin the pages of a round, each part as a whole, and copy those that the pool lacks.
 
-        A part that has become unwanted is left out, between copies too. A part that does not fit beside what is pinned
-        gets a CapacityError, one whose copy fails a LoadError; the others are loaded.
+        A part that is unwanted at its turn is skipped, and copying stops once no part is wanted any more. A part that
+        does not fit next to the pinned pages gets a CapacityError, and one whose copy fails gets a LoadError; the
+        others are loaded.
         """
         return self._stream.submit(self._load, load)
 
     def release(self, loaded: Loaded) -> None:
-        """Unpin what a load holds, once; until then no other page can take its slots."""
+        """Unpin the pages of a load. Call it once; until then no other page can take their slots."""
         self._stream.submit(self.pool.release, loaded.held)
 
     def forget(self, pages: NDArray[np.int64]) -> Future[int]:
-        """Drop pages that were written in the host store: invalidation. The number of those that the pool held."""
+        """Drop pages that were written in the host store: invalidation. The result is how many the pool held."""
         return self._stream.submit(self.pool.drop, pages)
 
     def append(self, pages: NDArray[np.int64], offsets: NDArray[np.int64], key: Tensor, value: Tensor) -> Future[int]:
-        """Write one new token into each of some pages, where the pool holds them; the number of those that it held.
+        """Write one new token into each of these pages that the pool holds. The result is how many it held.
 
         The host store has the token already, so a page that is loaded later has it too.
 
@@ -106,36 +107,39 @@ class Loader:
     def missing(self, pages: NDArray[np.int64]) -> Future[NDArray[np.int64]]:
         """How many of each part's pages the pool does not hold.
 
-        pages     [parts, pages], behind the last of a part NO_PAGE
+        pages     [parts, pages], padded with NO_PAGE
         returns   [parts]
         """
         return self._stream.submit(lambda: self.pool.missing(pages).sum(axis=1))
 
     def set_aside(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
-        """Take runs of slots out of use for frames, in its turn, and wait for that; see `SlotTable.set_aside`."""
+        """Take runs of slots out of use for frames, in queue order, and wait for that; see `SlotTable.set_aside`."""
         return self._stream.submit(self.pool.set_aside, firsts, length).result()
 
     def give_back(self, firsts: NDArray[np.int32], length: int) -> None:
-        """Have runs of slots in use again that were set aside, in its turn; nothing reads what lies there."""
+        """Put runs of slots that were set aside back into use, in queue order, and wait for that.
+
+        Nothing may read them any more.
+        """
         self._stream.submit(self.pool.give_back, firsts, length).result()
 
     def fill_frames(self, fill: FrameFill) -> Future[Mark | None]:
-        """Copy one layer's part of blocks to their frames; a mark behind the copies, None where they are done.
+        """Copy one layer's part of blocks to their frames. The result is a mark behind the copies; None: done.
 
-        Nothing may read the frames any more. Single slots that hold pages of the blocks are free then, since what is
-        written to a block in a frame is not written there. LoadError where a page could not be copied.
+        Nothing may read the frames any more. Single slots that hold pages of these blocks are freed, because later
+        writes to a block in a frame do not go to them. LoadError if a page could not be copied.
         """
         return self._stream.submit(self._fill_frames, fill)
 
     def settled(self) -> Future[None]:
-        """Done once all is that was asked for before."""
+        """A future that is done once everything asked for before is done."""
         return self._stream.submit(lambda: None)
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self._stream.shutdown(wait=True)
 
-    @torch.inference_mode()  # which belongs to a thread: vLLM makes the pool in it
+    @torch.inference_mode()  # it belongs to a thread, and vLLM makes the pool in it
     def _append(self, pages: NDArray[np.int64], offsets: NDArray[np.int64], key: Tensor, value: Tensor) -> int:
         slots = self.pool.slots_of(pages)
         held = np.flatnonzero(slots >= 0)
@@ -175,7 +179,7 @@ class Loader:
         return loaded
 
     def _fill(self, load: Load, loaded: Loaded, fresh: NDArray[np.bool_]) -> None:
-        """Copy what is fresh, and take back the parts of which a page is not there in the end."""
+        """Copy the fresh pages, and take back the parts that lack a page in the end."""
         pages, slots = load.pages[fresh], loaded.slots[fresh]
         failures: dict[int, Exception] = {}  # by page
         asked = 0  # pages whose copy was tried
@@ -190,7 +194,7 @@ class Loader:
             self._take_back(load, loaded, absent, failures)
 
     def _take_back(self, load: Load, loaded: Loaded, absent: NDArray[np.int64], failures: dict[int, Exception]) -> None:
-        """Have no part hold anything of which a page is absent, and say why where that is a failure."""
+        """Release all slots of parts that lack a page, and record an error if the page's copy failed."""
         lacking = np.isin(load.pages, absent) & (loaded.slots >= 0)
         for part in np.flatnonzero(lacking.any(axis=1)).tolist():
             pages = load.pages[part]
@@ -206,7 +210,7 @@ class Loader:
         self.pool.drop(absent)
 
     def _copy(self, source: HostPages, pages: NDArray[np.int64], slots: NDArray[np.int32]) -> dict[int, Exception]:
-        """Copy pages, one by one where they cannot be copied together; those that could not be, and why."""
+        """Copy pages, one by one if they cannot be copied together. Returns which could not be copied, and why."""
         try:
             self.pool.fill(slots, source, pages)
         except Exception as together:  # noqa: BLE001 - whatever it is, it is handed to the step that waits

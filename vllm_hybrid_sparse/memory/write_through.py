@@ -1,4 +1,4 @@
-"""New keys and values from a GPU into the pinned host store: a prompt's pages as wholes, the rest by the token."""
+"""New keys and values from a GPU into the pinned host store: whole pages of prompts, and single tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,45 +12,45 @@ from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, current_queue, u
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 Encode = Callable[[Sequence[int]], None]
-"""Makes the summaries of pages of a layer, all KV heads, on the queue of the caller."""
+"""Makes the summaries of pages of a layer, all KV heads, on the caller's queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What was stored in one layer's host store, maybe still under way. The host reads none of it before `wait`."""
+    """What was stored in one layer's host store. It may still be under way: the host must `wait` before it reads it."""
 
     marks: tuple[Mark, ...]  # behind the stores of each queue; empty: there were none
-    blocks: list[int]  # with pages that were filled, whose summaries are missing; ascending
+    blocks: list[int]  # ascending; with filled pages whose summaries are missing
 
     def wait(self) -> None:
-        """Until the host store holds it."""
+        """Wait until the host store holds it."""
         for mark in self.marks:
             mark.wait()
 
 
 class WriteThrough:
-    """One layer's way into its host store: stores are launched and not waited for. For the step's thread alone."""
+    """One layer's way into its host store: stores are launched, not waited for. Only for the step's thread."""
 
     def __init__(self, source: HostPages, queue: DeviceQueue, encode: Encode | None = None) -> None:
         """Nothing is under way.
 
-        source   the layer's host store, pinned beside a GPU
-        queue    where stores go, and whatever else reads the store on the device
-        encode   summarises pages on the device when they are filled; None: the host does, once it is told to
+        source   the layer's host store, pinned if there is a GPU
+        queue    for the stores, and for whatever else reads the store on the device
+        encode   summarises filled pages on the device; None: the host does so when it is told to
         """
         self._source, self._queue, self._encode = source, queue, encode
         self._stored: Mark | None = None  # behind the chunks
         self._rows_stored: Mark | None = None  # behind the rows
-        self._blocks: set[int] = set()  # with pages that were filled since they were last taken
+        self._blocks: set[int] = set()  # with pages that were filled since the last `take`
         self._unencoded: list[int] = []  # pages that chunks filled
         self._encoded: Mark | None = None  # behind the summaries of what chunks filled
 
     def store(self, key: Tensor, value: Tensor, first_token: int, pages: Tensor) -> None:
-        """Store a chunk of one request; what its queue was given before must have made the keys and values.
+        """Store a chunk of one request. Earlier work that the queue holds or follows must make the keys and values.
 
         key, value    [tokens, kv_heads, head_dim]   of the KV dtype, on the device
-        first_token   of the request, 0 its first
-        pages         [pages] int64                  of the host store, those that the tokens lie in, in order
+        first_token   the chunk's first token in the request
+        pages         [pages] int64                  of the host store, those that hold the tokens, in order
         """
         tokens = len(key)
         end_token = first_token + tokens
@@ -79,11 +79,11 @@ class WriteThrough:
         frames: TokenFrames | None,
         filled_pages: Sequence[int],
     ) -> None:
-        """Store one token of each of some requests, in frames of the pool as well, on the queue of the caller.
+        """Store one token for each of some requests on the caller's queue, in the host store and, if given, in frames.
 
         offsets, places   [rows, kv_heads] int64, [rows] int32   on the device: as `store_tokens` takes them
         key, value        [rows, kv_heads, head_dim]             of the KV dtype, on the device; rows may be strided
-        frames            None: the host store is all that gets them
+        frames            None: store in the host store only
         filled_pages      of the host store, those that the tokens fill
         """
         self.launch_rows(key, value, offsets, places, frames)
@@ -92,11 +92,11 @@ class WriteThrough:
     def launch_rows(
         self, key: Tensor, value: Tensor, offsets: Tensor, places: Tensor, frames: TokenFrames | None
     ) -> None:
-        """What `store_rows` launches first; `rows_stored` must follow."""
+        """The launches of `store_rows`. Call `rows_stored` afterwards."""
         store_tokens(self._source.elements, offsets, places, key, value, frames)
 
     def rows_stored(self, filled_pages: Sequence[int]) -> None:
-        """Rows were stored by what the caller's queue was given; see `store_rows`."""
+        """Note that the caller's queue now has the stores of rows; see `store_rows`."""
         if self._encode is None:
             self._fill_blocks(filled_pages)
         elif filled_pages:
@@ -104,9 +104,10 @@ class WriteThrough:
         self._rows_stored = current_queue(self._queue.device).mark()
 
     def encode_chunks(self) -> None:
-        """Have the device summarise what chunks filled, where it does: from the host store, so over the link.
+        """If the device summarises pages, launch the summaries of pages that chunks filled.
 
-        Nobody needs it before the next step, so what follows the stores does not wait for it.
+        It reads these pages from the host store, so over the link. Nobody needs these summaries before the next step,
+        so what follows the stores does not wait for them.
         """
         if self._encode is None or not self._unencoded:
             return
@@ -115,7 +116,7 @@ class WriteThrough:
         self._encoded, self._unencoded = self._queue.mark(), []
 
     def follow_codes(self) -> None:
-        """Have the queue of the caller come behind the summaries of what chunks filled before."""
+        """Make the caller's queue follow the summaries of pages that earlier chunks filled."""
         if self._encoded is not None:
             current_queue(self._queue.device).follow(self._encoded)
 
@@ -127,7 +128,7 @@ class WriteThrough:
         return stored
 
     def _fill_blocks(self, pages: Sequence[int]) -> None:
-        """Pages were filled whose summaries the host is to make."""
+        """Note filled pages whose summaries the host has to make."""
         self._blocks.update(page // self._source.pages_per_block for page in pages)
 
     def _store_pages(self, key: Tensor, value: Tensor, pages: Tensor) -> None:

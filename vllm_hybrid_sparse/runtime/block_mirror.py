@@ -1,4 +1,4 @@
-"""Block tables in host memory, mirrored from what the scheduler says: on a GPU vLLM keeps its own on the device."""
+"""Block tables in host memory, mirrored from the scheduler's output: on a GPU vLLM keeps its own on the device."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,14 +8,14 @@ from typing import Any
 from vllm_hybrid_sparse.errors import KernelError
 
 BatchIds = Callable[[Any], Sequence[str]]
-"""The requests of a step in the order of its rows; what it is given is the step's own order of rows, if it has one."""
+"""Names the requests of a step in the order of its rows. Its argument is the step's own row order, if it has one."""
 
 
 class BlockMirror:
-    """The blocks of the requests that run. Its one writer is the thread that runs the steps."""
+    """The blocks of running requests. Only the thread that runs the steps writes it."""
 
     def __init__(self) -> None:
-        self._blocks: dict[str, array[int]] = {}  # as 32-bit numbers, which a step copies as a whole
+        self._blocks: dict[str, array[int]] = {}  # 32-bit numbers, which a step copies as a whole
         self._batch_ids: BatchIds | None = None
 
     def start(self, request_id: str, blocks: Sequence[int]) -> None:
@@ -23,19 +23,19 @@ class BlockMirror:
         self._blocks[request_id] = array("i", blocks)
 
     def extend(self, request_id: str, blocks: Sequence[int]) -> None:
-        """A request gets further blocks. KernelError where it is unknown."""
+        """A request gets further blocks. KernelError if it is unknown."""
         if request_id not in self._blocks:
             raise KernelError(f"request_id={request_id!r}: gets blocks and never began")
         self._blocks[request_id].extend(blocks)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Requests that finished, were aborted or preempted have no blocks; unknown ones never had."""
+        """Forget the blocks of requests that finished, were aborted or preempted; unknown requests have none."""
         for request_id in request_ids:
             self._blocks.pop(request_id, None)
 
     @contextmanager
     def step(self, batch_ids: BatchIds) -> Iterator[None]:
-        """While a step of real requests runs; outside of one, vLLM runs made-up steps to warm up and to profile."""
+        """Mark a step of real requests. Outside of one, vLLM runs made-up steps to warm up and to profile."""
         self._batch_ids = batch_ids
         try:
             yield

@@ -1,4 +1,4 @@
-"""The candidates of a step's groups, read by device and host side by side from one plan (Fluxion, section 6)."""
+"""Device and host read the candidates of a step's groups side by side, from one plan (Fluxion, section 6)."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -17,16 +17,16 @@ from vllm_hybrid_sparse.values import GroupKey, GroupTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadResult:
-    """What came of some readings."""
+    """The result of some readings."""
 
-    pages: dict[GroupKey, int]  # the first so many of each reading's were read
-    hosted: dict[GroupKey, HostResult]  # what the host did
-    rounds: int  # attended on the device, of all readings together
+    pages: dict[GroupKey, int]  # how many of each reading's pages were read, from the first on
+    hosted: dict[GroupKey, HostResult]  # the groups that the host read
+    rounds: int  # attended on the device, summed over all readings
     stats: TierStats
 
 
 class BothSides:
-    """Carries readings out, each group on one side, as the setting `host_share` has it."""
+    """Carries out readings, each group on one side. The setting `host_share` says which."""
 
     def __init__(self, tier: DeviceTier, host: HostSide) -> None:
         self._tier, self._host = tier, host
@@ -35,13 +35,13 @@ class BothSides:
         self._asks_residency = share == "queue"
 
     def read(self, step: DecodeRows, readings: Mapping[GroupKey, Reading]) -> ReadResult:
-        """Attend to what the readings list, until it is enough, and fold it into the rows' states."""
+        """Attend to the readings' pages until that is enough, and fold the result into the rows' states."""
         queue = TaskQueue(self._plan(self._tasks(step, readings)))
         attending = self._tier.launcher.submit(self._tier.side.run, step.rows, self._waves(queue, readings))
         try:
             hosted, host_busy_s = self._read_on_host(step, queue, readings)
         finally:
-            wait([attending])  # nothing of this step may still run when it has failed
+            wait([attending])  # if this step fails, nothing of it may still run
         selected = step.finish(attending)
         self._tier.device.merge(step.rows.states, {group: result.state for group, result in hosted.items()})
         pages = {group: selected.pages_read.get(group, 0) for group in readings}
@@ -57,7 +57,7 @@ class BothSides:
         )
 
     def _tasks(self, step: DecodeRows, readings: Mapping[GroupKey, Reading]) -> list[GroupTask]:
-        """The groups that have anything to read, and how much of it the device lacks, where the plan asks for that."""
+        """The groups with anything to read, and how many of their pages the device lacks, if the plan asks for that."""
         wanted = [reading for reading in readings.values() if len(reading.pages)]
         missing = [0] * len(wanted)
         if self._asks_residency and wanted:
@@ -68,14 +68,14 @@ class BothSides:
         ]
 
     def _waves(self, queue: TaskQueue, readings: Mapping[GroupKey, Reading]) -> Iterator[ReadingWave]:
-        """What the device takes from the queue, each time that it has nothing more to load."""
+        """The waves that the device takes from the queue, one each time it has nothing more to load."""
         while tasks := queue.take_for_device(self._tier.groups_at_once):
             yield self._tier.side.wave([readings[task.group] for task in tasks])
 
     def _read_on_host(
         self, step: DecodeRows, queue: TaskQueue, readings: Mapping[GroupKey, Reading]
     ) -> tuple[dict[GroupKey, HostResult], float]:
-        """Work for the host until the queue has nothing for it; what came of it, and the time that it took."""
+        """Let the host work until the queue has nothing for it. Returns its results and the time it took."""
         results, busy_s = {}, 0.0
         while task := queue.take_for_host():
             started = time.perf_counter()

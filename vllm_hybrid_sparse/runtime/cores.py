@@ -15,9 +15,9 @@ def vllm_chooses_cores() -> bool:
 
 
 def bound_cores() -> list[int]:
-    """The cores that vLLM bound OpenMP's threads to, the calling thread's first; empty where it bound none.
+    """The cores that vLLM bound OpenMP's threads to, the calling thread's first; empty if it bound none.
 
-    As it sets them for GNU's and for Intel's OpenMP, which bind the calling thread to the first one.
+    Read from what vLLM sets for GNU's and Intel's OpenMP, which bind the calling thread to the first core.
     """
     intel = re.search(r"proclist=\[([0-9,]*)\]", os.environ.get("KMP_AFFINITY", ""))
     listed = intel[1].split(",") if intel else os.environ.get("GOMP_CPU_AFFINITY", "").split()
@@ -25,35 +25,35 @@ def bound_cores() -> list[int]:
 
 
 def other_cores() -> list[int]:
-    """Cores that vLLM bound nobody of this worker to, of those that the process may run on that started it."""
+    """Cores that the parent process may run on and that vLLM bound none of this worker's threads to."""
     bound = bound_cores()
     return sorted(os.sched_getaffinity(os.getppid()) - set(bound)) if bound else []
 
 
 def num_usable_cores() -> int:
-    """How many cores threads of this process can have: its own, and those that vLLM bound nobody of it to."""
+    """How many cores this process's threads can have: its own, and those that vLLM bound none of them to."""
     return len(os.sched_getaffinity(0).union(bound_cores(), other_cores()))
 
 
 def helper_cpus(threads: int) -> list[int]:
-    """A core for each helper thread, the caller's excluded; empty: none in particular.
+    """A core for each helper thread, excluding the caller's; empty: no particular ones.
 
-    Threads inherit the core that the caller is bound to, so a helper that is to be of use is bound to another.
+    Threads inherit the caller's core, so a helper is of use only if it is bound to another.
     """
     return [*bound_cores(), *other_cores()][1:threads]
 
 
 def default_threads(device: str, local_workers: int = 1) -> int:
-    """Threads of the CPU kernel where the settings do not number them.
+    """Threads of the CPU kernel if the settings give no number.
 
-    As many as torch has. By default vLLM binds a lone worker to one hardware thread of each core. Where that is a
-    single one of two, a helper runs on the other, which is idle most of the time. Where more than one is bound,
-    OpenMP's own threads wait there for work, and helpers beside them would be in their way.
+    Normally as many as torch has. By default vLLM binds a lone worker to one hardware thread of each core. If that is
+    one of only two, a helper runs on the other, which is idle most of the time. If more than one is bound, OpenMP's own
+    threads wait there for work, and helpers would get in their way.
 
-    Beside a GPU vLLM leaves torch one thread. There the kernel takes an equal part of the process's cores for each GPU
-    of the machine, less one, which launches.
+    With a GPU, vLLM leaves torch one thread. The kernel then takes the process's cores divided by the machine's GPUs,
+    less one core for the thread that launches.
 
-    local_workers   of the engine on this machine: what one leaves may be another's
+    local_workers   of the engine on this machine: a core that one leaves idle may be another's
     """
     if device == "cuda":
         return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()) - 1)

@@ -1,8 +1,8 @@
-"""A GPU as a `Device`: Triton kernels on a queue of their own, and futures that stand for its events.
+"""A GPU as a `Device`: Triton kernels on their own queue, and futures that stand for its events.
 
-Two threads serve it. One launches, in order, each round as soon as its load is launched; the other waits for the
-events and says what became of the rounds. So the next round is launched while this one runs, and what waits for the
-device waits for one event. Over tensors in CPU memory the same code runs with interpreted kernels.
+Two threads serve it. One launches each round, in order, as soon as the round's load is launched. The other waits for
+the events and reports what became of the rounds. So the next round is launched while this one runs, and whoever waits
+for the device waits for one event. Over tensors in CPU memory the same code runs with interpreted kernels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ LAND_THREAD = "hybrid-sparse-events"
 
 
 class CudaDevice:
-    """The `Device` over the kernels, with the slots of a `CudaPool`."""
+    """A `Device` that runs the kernels on the slots of a `CudaPool`."""
 
     def __init__(self, pool: CudaPool) -> None:
         self._pool = pool
@@ -52,7 +52,7 @@ class CudaDevice:
         return CudaWave(self._pool, self._queue, (self._launches, self._landings), states, scale, wave)
 
     def merge(self, states: RowStates, hosted: Mapping[GroupKey, HostState]) -> None:
-        """See `Device`. The kernel reads the host's states where they lie, so this waits until it has."""
+        """See `Device`. The kernel reads the host's states where they lie, so this waits until it has done so."""
         if not hosted:
             return
         device = self._queue.device
@@ -69,7 +69,7 @@ class CudaDevice:
         self._fold(states, others.out, others.lse)
 
     def _fold(self, states: RowStates, out: Tensor, lse: Tensor) -> None:
-        """Launch the merge of other partial attention of all rows into the states."""
+        """Launch the merge of another partial attention of all rows into the states."""
         _, merge_states = choose_merge(self._queue.device.type, torch.float32)
         with self._queue.launching():
             merged_out, merged_lse = merge_states(states.out, states.lse, out, lse)
@@ -127,7 +127,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A round that the device was given: the marks before and behind it."""
+    """A launched round: the marks before and behind it."""
 
     begun: Mark
     ended: Mark
@@ -136,8 +136,8 @@ class _Launched:
 class CudaWave:
     """The `Wave` of a `CudaDevice`.
 
-    `flags.done` has a row for each look: the kernel's own `done`, copied to the host behind the look. Which groups a
-    round found done is then known for certain once its event has passed.
+    `flags.done` has a row for each look: the kernel's own `done`, copied to the host behind that look. So once a
+    round's event has passed, it is certain which groups the round found done.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class CudaWave:
         return self._landings.submit(self._land, loaded, launched, index)
 
     def _begin_progress(self) -> Progress:
-        """What the verifying kernel keeps of the wave's groups."""
+        """The state that the verifying kernel keeps of the wave's groups."""
         wave, device = self._wave, self._queue.device
         places = torch.zeros(2, *self._states.kept.shape, dtype=torch.int32)
         candidates, budget = places.numpy()
@@ -189,7 +189,7 @@ class CudaWave:
         return progress
 
     def _estimates(self) -> Tensor | None:
-        """[rounds, rows, q_heads] f32, log of what the key codes say of the pages behind each round."""
+        """[rounds, rows, q_heads] f32, log weight that the key codes estimate for the pages after each round."""
         wave = self._wave
         if wave.threshold is None or wave.readings[0].estimated_rest is None:
             return None
@@ -201,7 +201,7 @@ class CudaWave:
             by_head[:, reading.group.row, self._states.heads(reading.group)] = reading.estimated_rest[looks]
         return upload(log_left, self._queue.device)
 
-    @torch.inference_mode()  # which belongs to a thread: vLLM's step is in it, and so are the states
+    @torch.inference_mode()  # it belongs to a thread; vLLM's step is in it, and so are the states
     def _launch(self, load: Future[Loaded], index: int) -> _Launched:
         loaded, states, queue = load.result(), self._states, self._queue
         with queue.launching():
@@ -218,7 +218,7 @@ class CudaWave:
             return _Launched(begun, queue.mark())
 
     def _show(self, *, last: bool) -> None:
-        """Copy to the host what it is to see of the states; the scores with the last microbatch, all at once."""
+        """Copy to the host what it needs of the states. The scores come all at once, with the last round."""
         states = self._states
         if states.shown_lse is states.lse:  # the states lie in host memory
             return
@@ -230,7 +230,7 @@ class CudaWave:
         states = self._states
         scores = None
         if states.token_scores is not None:
-            first = int(self._wave.ends[index].max()) * PAGE_TOKENS  # of all that still read: they have read as much
+            first = int(self._wave.ends[index].max()) * PAGE_TOKENS  # of groups that still read; all have read as much
             scores = states.token_scores[..., first : first + slots.shape[-1] * PAGE_TOKENS]
         attend_slots(
             states.query,
@@ -259,7 +259,7 @@ class CudaWave:
         return places
 
     def _look(self, page_lse: Tensor, index: int) -> None:
-        """PSA's lines 13 to 17 for the wave, and word of them to the host."""
+        """PSA's lines 13 to 17 for the wave; copies the outcome to the host."""
         if self._progress is None or self._wave.threshold is None:
             return
         log_left = None if self._log_left is None else self._log_left[index]
@@ -273,7 +273,7 @@ class CudaWave:
         launched.ended.wait()
         looks = self._flags.done.numpy()
         if wave.threshold is not None:
-            looks = looks[: index + 1]  # before the round
+            looks = looks[: index + 1]  # those before the round
             self._keep_shares()
         done = looks[:, wave.rows, wave.kv_heads].any(axis=0)
         return Attended(
@@ -283,7 +283,7 @@ class CudaWave:
         )
 
     def _keep_shares(self) -> None:
-        """Say of each group what its head with the least share had at the last look."""
+        """Record for each group the least share that one of its heads had at the last look."""
         wave, kept = self._wave, self._states.kept.numpy()
         shares = self._mass.numpy().reshape(*kept.shape, -1).min(axis=-1)
         kept[wave.rows, wave.kv_heads] = shares[wave.rows, wave.kv_heads]

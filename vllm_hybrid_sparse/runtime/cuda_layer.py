@@ -1,8 +1,8 @@
-"""Layers whose tensors lie on a GPU: prompts are computed there, decode rows by the executor of two tiers.
+"""Layers whose tensors lie on a GPU: it computes prompts, resident and ranked rows, and its part of two-tier rows.
 
-The host takes part in every layer: it scores, ranks and plans, and attends to its share. So the decode rows' queries,
-keys and values are copied to pinned memory, and the thread that runs the step waits for the event behind them and for
-those of the microbatches, never for the device as a whole. Prompts are only launched.
+For two-tier rows the host scores, ranks and plans in every layer, and attends to its share. So their queries, keys and
+values are copied to pinned memory. The step's thread waits for the event behind that copy and for those of the rounds,
+never for the device as a whole. Everything else is only launched.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 from vllm_hybrid_sparse.runtime.warm_up import warm_up
 
 _PARTIAL_RESULTS = 8
-"""Of a batch's rows that may be in memory at once: two that are merged, the merged one, queries, repeated K and V, and
-the copies that kernels make. Counted, not measured."""
+"""Copies of a batch's rows that may be in memory at once: two that are merged, the merged one, queries, repeated K
+and V, and the copies that kernels make. Counted, not measured."""
 
 
 class CudaLayers:
@@ -48,13 +48,13 @@ class CudaLayers:
     ) -> None:
         """Nothing is under way.
 
-        kv_caches   the layers' host store, pinned beside a GPU
-        capture     captures launches that come again; None: they are launched again
+        kv_caches   the layers' host store, pinned if there is a GPU
+        capture     captures repeated launches; None: they are launched each time
         """
         self._tier, self._attention = tier, attention
         self._device = tier.pool.key.device
-        # Stores of chunks and loads of what they stored, in their order: a request may find in the prefix cache what
-        # another stores in the same step.
+        # Stores of chunks and loads of what they stored, in order, because a request may find in the prefix cache what
+        # another one stores in the same step.
         self._queue = open_queue(self._device)
         self._prefill = StreamedPrefill(
             self._queue, attention.num_kv_heads, attention.head_dim, attention.dtype, attention.scale
@@ -84,11 +84,11 @@ class CudaLayers:
         query, output   [tokens, q_heads, head_dim]    on the device; rows behind the batch's tokens are left alone
         key, value      [tokens, kv_heads, head_dim]   likewise
         kv_cache        the layer's host store
-        hgca, fluxion   what the policy keeps of the layer's requests; needs the batch's slots
+        hgca, fluxion   the policy's states of the layer's requests; needs the batch's slots
         """
         layer = self._tier.layer_of(kv_cache)
         store = self._stores[layer]
-        stored = store.take() if batch.decode_tokens else None  # by the steps before: not to be waited for again
+        stored = store.take() if batch.decode_tokens else None  # by earlier steps; nobody waits for it again
         copied, arrived = ([], None) if stored is None else self._start_copy((query, key, value), batch.decode_tokens)
         if batch.ranked:
             store.follow_codes()
@@ -113,11 +113,11 @@ class CudaLayers:
             self.prompt_rows.add(layer, latest)
             return
         self._settle(kv_cache, stored)
-        assert arrived is not None  # as there are rows of two tiers
+        assert arrived is not None  # because there are two-tier rows
         arrived.wait()
         self.look_back(layer, batch.decode.slots, hgca, fluxion)
         self.prompt_rows.add(layer, latest)
-        # The native batch attends to none of its rows, so what stands for its output is left as it is.
+        # The native core attends to none of these rows, so the tensor in the place of its output stays as it is.
         queries, keys, values = copied
         self.tiered.forward(
             queries,
@@ -134,7 +134,7 @@ class CudaLayers:
     def _attend_resident(
         self, query: Tensor, key: Tensor, value: Tensor, layer: int, rows: ResidentRows, output: Tensor
     ) -> None:
-        """Launch what resident rows need, on vLLM's own queue: the host has no part in it."""
+        """Launch the work of resident rows on vLLM's own queue. The host has no other part in it."""
         assert self._tier.residency is not None
         frames = self._tier.residency.frames(layer)
         if rows.ready is not None:
@@ -152,10 +152,10 @@ class CudaLayers:
     def _attend_ranked(
         self, query: Tensor, key: Tensor, value: Tensor, layer: int, rows: RankedRows, output: Tensor
     ) -> None:
-        """Launch what rows need whose pages the device chooses, likewise."""
+        """Launch the work of ranked rows, likewise."""
         assert self._tier.ranking is not None
         ranking, store = self._tier.ranking, self._stores[layer]
-        fills = len(rows.filled_pages) > 0  # then they are summarised before the attention
+        fills = len(rows.filled_pages) > 0  # if so, these are summarised before the attention
         if fills:
             new = rows.of(key), rows.of(value), rows.host_offsets, rows.host_places
             store.store_rows(*new, None, rows.filled_pages)
@@ -170,7 +170,7 @@ class CudaLayers:
             store.rows_stored(())
 
     def warm_up(self) -> None:
-        """Have the kernels compiled that no step before the first longer request launches; nothing of it stays."""
+        """Compile the kernels that no step before the first longer request launches. It leaves nothing behind."""
         warm_up(self._tier, self._attention, self._tier.source(self._kv_caches[0]))
 
     def look_back(
@@ -180,7 +180,7 @@ class CudaLayers:
         hgca: _native.HgcaLayer | None,
         fluxion: _native.FluxionLayer | None,
     ) -> None:
-        """Tell the policy of the prompts that wait in some slots; the host store has their keys and values."""
+        """Show the policy the prompts that wait in some slots. The host store has their keys and values."""
         taken = self.prompt_rows.take(layer, slots)
         if hgca is not None:
             reevaluate(self._attention, hgca, self._kv_caches[layer], taken)
@@ -189,9 +189,9 @@ class CudaLayers:
 
     @staticmethod
     def working_bytes(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tokens: int) -> int:
-        """Device memory that a step of so many tokens takes beside the slots: staging, partial results, and ranking.
+        """Device memory that a step of this many tokens takes besides the slots: staging, partial results, and ranking.
 
-        vLLM's profiling does not see it, since no layer attends then.
+        vLLM's profiling does not see it, because no layer attends during profiling.
         """
         staging = StreamedPrefill.staging_bytes(kv_heads, head_dim, dtype)
         of_rows = tokens * q_heads * (head_dim + 1) * torch.float32.itemsize
@@ -209,12 +209,12 @@ class CudaLayers:
             self.encode_blocks(kv_cache, targets)
 
     def encode_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
-        """Where the device ranks pages, make its summaries of a layer's blocks that were written by others."""
+        """If the device ranks pages, make its summaries of a layer's blocks that something else wrote."""
         if self._tier.ranking is not None:
             self._tier.ranking.encode_blocks(self._tier.layer_of(kv_cache), blocks)
 
     def _start_copy(self, parts: Sequence[Tensor], tokens: Sequence[int]) -> tuple[list[Tensor], Mark]:
-        """Copy rows of device tensors to pinned memory; they are there behind the mark."""
+        """Start to copy rows of device tensors to pinned memory. They have arrived once the mark has passed."""
         rows = []
         if tokens:
             index = upload(torch.tensor(tokens, dtype=torch.int64), self._device)
@@ -225,7 +225,7 @@ class CudaLayers:
         return rows, current_queue(self._device).mark()
 
     def _start_latest(self, query: Tensor, chunks: Sequence[PromptChunk]) -> list[Arriving]:
-        """Copy the queries to host memory that the policy will look back at."""
+        """Start to copy to host memory the queries that the policy will look back at."""
         lengths = [min(chunk.tokens, self.prompt_rows.wanted(chunk.seq_len)) for chunk in chunks]
         ends = [chunk.first_token + chunk.tokens for chunk in chunks]
         tokens = [token for end, length in zip(ends, lengths, strict=True) for token in range(end - length, end)]
@@ -243,28 +243,28 @@ class CudaLayers:
         store.store(key[tokens], value[tokens], chunk.context_tokens, chunk.written_pages)
 
     def _give_back(self, stored: Mark) -> None:
-        """Have what comes next follow the stores of prompts: a captured graph overwrites keys and values all the same.
+        """Make later work follow the stores of prompts, as captured graphs overwrite keys and values anyway.
 
-        So torch need not be told that the stores read them (`keep`): it would hold those of all layers that the host
-        has launched ahead, which nobody counts.
+        So torch need not be told that the stores read them (`keep`). If it were told, it would hold the keys and values
+        of all layers that the host has launched ahead, and no estimate counts that memory.
         """
         current_queue(self._device).follow(stored)
 
     def _settle(self, kv_cache: Tensor, stored: Stored) -> None:
-        """Have the host store hold what was stored, summaries included."""
+        """Wait until the host store holds what was stored, and make the missing summaries."""
         stored.wait()
         if stored.blocks and self._attention.summary != "none":
             self._attention.summarize(kv_cache, torch.tensor(stored.blocks, dtype=torch.int32))
 
 
 def _encoder(tier: DeviceTier, layer: int) -> Encode | None:
-    """What summarises a layer's pages on the device, where it ranks them."""
+    """The function that summarises a layer's pages on the device; None if the device does not rank them."""
     ranking = tier.ranking
     return partial(ranking.encode, layer) if ranking is not None else None
 
 
 def _latest_rows(settings: HybridSparseConfig) -> Callable[[int], int]:
-    """How many of a prompt's latest rows the policy looks back at, by the tokens of the request."""
+    """How many of a prompt's latest rows the policy looks back at, given the tokens of the request."""
     if settings.salience is not None:
         return judging_rows
     wanted = 0 if settings.prediction is None else 1

@@ -1,4 +1,4 @@
-"""The decode rows of one layer's step on two tiers: what its phases share, whatever the policy."""
+"""The two-tier rows of one layer's step: what all policies share."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,7 +19,7 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRows:
-    """What is known of the rows, and how the device attends to pages of theirs that are given."""
+    """The rows' data, and the device's attention to given pages of theirs."""
 
     tier: DeviceTier
     host: HostSide
@@ -43,7 +43,7 @@ class DecodeRows:
         """Hand the rows' queries to the device.
 
         query          [tokens, q_heads, head_dim]   of the step, in host memory
-        score_tokens   of each reading, whose scores are kept; 0 keeps none
+        score_tokens   tokens of each reading whose scores are kept; 0: none
         """
         queries = query[list(batch.rows)]
         rows = LayerRows(
@@ -56,7 +56,7 @@ class DecodeRows:
         return cls(tier=tier, host=host, rows=rows, queries=queries, kv_cache=kv_cache, batch=batch)
 
     def beside(self) -> "DecodeRows":
-        """The same rows with states of their own, in which nothing is seen yet."""
+        """The same rows with separate states in which nothing is seen yet."""
         states = self.tier.device.begin(self.queries, self.tier.kv_heads)
         return replace(self, rows=replace(self.rows, states=states))
 
@@ -73,10 +73,10 @@ class DecodeRows:
         return [GroupKey(row, head) for row in range(len(self.queries)) for head in range(self.tier.kv_heads)]
 
     def start(self, part: str, pages: Callable[[int], Sequence[int]], microbatch_pages: int) -> Future[DeviceResult]:
-        """Have the device attend to pages of each row, all KV heads and layers to the same.
+        """Have the device attend to pages of each row, the same for all KV heads and layers.
 
-        part    what is read, by a name that tells it from what else the batch's rows read
-        pages   which pages it is of a request, by its tokens
+        part    a name of these pages that tells them from the others that the batch's rows read
+        pages   gives the pages of a request for its number of tokens
         """
         if part not in self.batch.waves:
             self.batch.waves[part] = self._waves([pages(seq_len) for seq_len in self.batch.seq_lens], microbatch_pages)
@@ -98,7 +98,7 @@ class DecodeRows:
         return [self.tier.side.wave(readings[first : first + at_once]) for first in range(0, len(readings), at_once)]
 
     def finish(self, attending: Future[DeviceResult]) -> DeviceResult:
-        """Wait for the device; what could not be loaded is attended where it lies, and the first failure logged."""
+        """Wait for the device. The host attends to pages that could not be loaded; the first failure is logged."""
         result = attending.result()
         for reading, pages, error in result.failed:
             self.tier.report_failure(error)
@@ -112,7 +112,7 @@ class DecodeRows:
         return result
 
     def _scores_of(self, reading: Reading, pages: NDArray[np.int64]) -> Tensor | None:
-        """Where the scores of pages that follow one another in a reading are kept, [group, pages * 16], if at all."""
+        """Where the scores of consecutive pages of a reading are kept, [group, pages * 16]; None if they are not."""
         states = self.rows.states
         if states.shown_scores is None:
             return None

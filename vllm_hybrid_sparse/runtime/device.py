@@ -1,6 +1,7 @@
-"""What a step asks of a device, whichever it is: an ordered stream of attention over rounds of page slots.
+"""The interface between a step and any device: an ordered stream of attention over rounds of page slots.
 
-Nothing here blocks: what is asked for happens in order, and a future stands for the event after it.
+Work happens in the order in which it was asked for, and a future stands for the event behind it. Nothing here blocks,
+except as noted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,20 +24,20 @@ from vllm_hybrid_sparse.values import GroupKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStates:
-    """Partial attention of the decode rows of one layer. Its one writer is the device while it has work."""
+    """Partial attention of the decode rows of one layer. Only the device writes it while it has work."""
 
-    query: Tensor  # [rows, q_heads, head_dim] of the KV dtype, where the device attends
-    out: Tensor  # [rows, q_heads, head_dim] f32 there, normalised; zeros where nothing was seen
-    lse: Tensor  # [rows, q_heads] f32 there, natural log; -inf where nothing was seen
-    shown_lse: Tensor  # [rows, q_heads] f32 in host memory: `lse` when the last future that is done was
-    kept: Tensor  # [rows, kv_heads] f32 in host memory, P_acc when the group was last looked at; 1 where it never was
-    # Where the policy keeps them, [rows, q_heads, tokens] f32: scaled scores of each reading's tokens, page after page.
-    token_scores: Tensor | None = None  # where the device attends
+    query: Tensor  # [rows, q_heads, head_dim] of the KV dtype, in the device's memory
+    out: Tensor  # [rows, q_heads, head_dim] f32, likewise, normalised; zeros where nothing was seen
+    lse: Tensor  # [rows, q_heads] f32, likewise, natural log; -inf where nothing was seen
+    shown_lse: Tensor  # [rows, q_heads] f32 in host memory: `lse` as of the last future that is done
+    kept: Tensor  # [rows, kv_heads] f32 in host memory: P_acc at the last look at the group; 1 if there was none
+    # If the policy keeps them: scaled scores of each reading's tokens, page after page, [rows, q_heads, tokens] f32.
+    token_scores: Tensor | None = None  # in the device's memory
     shown_scores: Tensor | None = None  # in host memory: `token_scores`, once all futures of a wave are done
 
     @classmethod
     def empty(cls, query: Tensor, kv_heads: int, score_tokens: int = 0) -> "RowStates":
-        """Nothing seen by rows whose queries, and states, lie where `query` does; room for scores of so many tokens."""
+        """States of rows that have seen nothing, in the same memory as `query`, with room for `score_tokens` scores."""
         rows, q_heads, _ = query.shape
         on_host = query.device.type == "cpu"
         lse = torch.full((rows, q_heads), -torch.inf, device=query.device)
@@ -65,7 +66,7 @@ class RowStates:
 
 
 class PartialAttention(NamedTuple):
-    """Of the rows of a `RowStates`."""
+    """Partial attention of the rows of a `RowStates`."""
 
     out: Tensor  # [rows, q_heads, head_dim] f32, normalised
     lse: Tensor  # [rows, q_heads] f32
@@ -73,19 +74,19 @@ class PartialAttention(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveFlags:
-    """Which groups of a wave are done. Its one writer is the device; host threads read it, at worst a little late.
+    """Which groups of a wave are done. Only the device writes them; host threads read them, at worst a little late.
 
-    Beside a GPU both lie in pinned host memory (PSA, section 3.3), so that nobody has to wait for the device.
+    With a GPU both lie in pinned host memory (PSA, section 3.3), so that nobody has to wait for the device.
     """
 
-    done: Tensor  # [looks, rows, kv_heads] uint8; 1 at any look: done. At the first also the groups not of the wave
+    done: Tensor  # [looks, rows, kv_heads] uint8; 1 at any look: done. The first also marks groups not in the wave
     stop: Tensor  # [1] int32; 1 once every group is done
 
     @classmethod
     def of(
         cls, wave: ReadingWave, rows: int, kv_heads: int, *, looks: int = 1, device: torch.device | None = None
     ) -> "WaveFlags":
-        """The groups of a wave, none of them done; in host memory that `device` may write to."""
+        """Flags for a wave, none of its groups done, in host memory that `device` may write to."""
         where = device or torch.device("cpu")
         done = host_empty((looks, rows, kv_heads), torch.uint8, where).zero_()
         done[0] = 1
@@ -93,7 +94,7 @@ class WaveFlags:
         return cls(done=done, stop=host_empty((1,), torch.int32, where).zero_())
 
     def are_done(self, wave: ReadingWave) -> NDArray[np.bool_]:
-        """[readings], those whose groups need no more pages."""
+        """[readings], whether the group needs no more pages."""
         if self.stop[0]:
             return np.ones(len(wave.readings), dtype=np.bool_)
         done: NDArray[np.bool_] = np.any(self.done.numpy()[:, wave.rows, wave.kv_heads], axis=0)
@@ -102,25 +103,25 @@ class WaveFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attended:
-    """What a round was good for."""
+    """The result of a round."""
 
-    parts: tuple[int, ...]  # of the load: those whose pages were attended
-    wasted_pages: int  # pinned for groups that were done when their turn came
+    parts: tuple[int, ...]  # parts of the load whose pages were attended
+    wasted_pages: int  # pinned for groups that were done by their turn
     busy_s: float  # time that the device computed
 
 
 class Wave(Protocol):
-    """A `ReadingWave` of one layer that is carried out."""
+    """The execution of a `ReadingWave` of one layer."""
 
     @property
     def flags(self) -> WaveFlags:
-        """What the device says of the groups."""
+        """Which groups the device calls done."""
 
     def attend(self, loaded: Future[Loaded], index: int) -> Future[Attended]:
-        """Fold round `index` of the readings into the states once it is loaded, then look whether it is enough.
+        """Fold round `index` of the readings into the states once it is loaded, then check whether that is enough.
 
-        Groups that are done are left as they are. A reading with a threshold is done when P_acc exceeds it, and when it
-        has no further round.
+        Groups that are done are left alone. A reading with a threshold is done when P_acc exceeds it or no round is
+        left.
 
         loaded    its parts are the readings, in their order
         """
@@ -133,40 +134,42 @@ class Device(Protocol):
         """States in which nothing is seen yet.
 
         query          [rows, q_heads, head_dim]  of the KV dtype, in host memory
-        score_tokens   of each reading, whose scores are kept; 0 keeps none
+        score_tokens   tokens of each reading whose scores are kept; 0: none
         """
 
     def open_wave(self, states: RowStates, scale: float, wave: ReadingWave) -> Wave:
-        """A wave of which nothing is attended yet; `scale` is the factor of its scores."""
+        """Open a wave, with nothing of it attended yet. `scale` is the factor of its scores."""
 
     def merge(self, states: RowStates, hosted: Mapping[GroupKey, HostState]) -> None:
-        """Fold what the host computed for groups into their rows (HGCA, section 3.3); no wave has work then."""
+        """Fold the host's results for groups into their rows (HGCA, section 3.3). No wave may have work then."""
 
     def join(self, states: RowStates, others: RowStates) -> None:
-        """Fold other states of the same rows, over other tokens, into the first; no wave has work then."""
+        """Fold other states of the same rows, over other tokens, into the first. No wave may have work then."""
 
     def brought(self, *parts: RowStates) -> list[PartialAttention]:
-        """What the rows of each have attended so far, in host memory; good until more is asked for.
+        """What the rows of each have attended so far, in host memory; valid until the device gets more work.
 
-        Waits until it is there. No wave has work then.
+        Waits until it is there. No wave may have work then.
         """
 
     def copied(self, states: RowStates) -> PartialAttention:
-        """What the rows have attended so far, where the device has it; no wave has work then."""
+        """A copy of what the rows have attended so far, in the device's memory. No wave may have work then."""
 
     def attribute(self, states: RowStates, retained: PartialAttention, log_unread: Tensor, share: float) -> None:
-        """Give part of what is unread to the candidates read (`kernels/merge/attribution.py`); no wave has work then.
+        """Attribute part of the unread weight to the candidates read (`kernels/merge/attribution.py`).
 
-        retained     of the retained sets alone
-        log_unread   [rows, q_heads] f32 in host memory, natural log; -inf where nothing is to be given
+        No wave may have work then.
+
+        retained     attention to the retained sets alone
+        log_unread   [rows, q_heads] f32 in host memory, natural log; -inf where nothing is to be attributed
         """
 
     def attend_frames(
         self, query: Tensor, frames: tuple[Tensor, Tensor], rows: ResidentRows, output: Tensor, scale: float
     ) -> None:
-        """Attend with resident rows to all of their contexts, the new tokens included, which are in frames by now.
+        """Let resident rows attend to their whole contexts, including the new tokens, which are in frames by now.
 
-        Nothing is waited for: what the caller launches next follows.
+        Does not wait: what the caller launches next follows.
 
         query    [tokens, q_heads, head_dim]   of the step, where the caller computes
         frames   K and V of the layer, as `Residency.frames` gives them
@@ -176,7 +179,7 @@ class Device(Protocol):
     def give(self, states: RowStates, output: Tensor, rows: Sequence[int]) -> None:
         """Write the rows' attention to rows of `output` [any, q_heads, head_dim], which lies where the caller computes.
 
-        The caller's own work that follows finds it there.
+        The caller's later work finds it there.
         """
 
     def close(self) -> None:

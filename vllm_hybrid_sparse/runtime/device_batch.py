@@ -23,9 +23,9 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 class PromptChunk:
     """Tokens of one request that are computed together and attend exactly, to each other and to all before them."""
 
-    first_token: int  # of the batch
+    first_token: int  # the chunk's first, in the batch
     tokens: int
-    context_tokens: int  # of the request before them, which are in the host store
+    context_tokens: int  # the request's earlier tokens, which are in the host store
     block_table: Tensor  # [blocks] int32, in host memory
     pages_per_block: int
     slot: int = -1  # where a layer keeps the request's state, if it does
@@ -52,8 +52,8 @@ class PromptChunk:
 class DeviceBatch:
     """One step's batch, divided once for all layers."""
 
-    decode: TieredBatch  # decode rows alone, but for those that the device computes alone: token i of it is row i
-    decode_tokens: tuple[int, ...]  # of the step's batch, those that the rows are
+    decode: TieredBatch  # of the two-tier rows alone: token i of it is row i
+    decode_tokens: tuple[int, ...]  # the two-tier rows' tokens in the step's batch
     chunks: tuple[PromptChunk, ...]
     resident: ResidentRows | None = None  # decode rows that the device reads by itself
     ranked: tuple[RankedRows, ...] = ()  # decode rows whose pages the device chooses by itself
@@ -69,15 +69,15 @@ class DeviceBatch:
         slots: Tensor | None = None,
         divide: Divide | None = None,
     ) -> Self:
-        """Check and divide. KernelError where a block table is too short for its request.
+        """Check and divide. KernelError if a block table is too short for its request.
 
         query_start_loc   [requests + 1] int32   on the CPU, as are all
         seq_lens          [requests] int32       tokens of each request, the batch's included
         decode_mask       [requests] bool        whether the prompt is computed; one query token then attends sparsely;
-                                                 under HGCA only of requests whose state is for the tokens before it
+                                                 under HGCA only for requests whose state is for the tokens before it
         block_tables      [requests][blocks]     block ids
         slots             [requests] int32       where a layer keeps each request's state; None: the layers keep none
-        divide            says which decode rows are resident; None: none is
+        divide            says which decode rows are resident or ranked; None: none is
         """
         starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
         of_block = block_tokens // PAGE_TOKENS

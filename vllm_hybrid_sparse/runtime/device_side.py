@@ -1,8 +1,7 @@
 """The device's part of one layer's step: groups in waves that fit the pool, each wave round by round (`readings.py`).
 
 Round i + 1 is loaded while round i is attended (PSA, section 3.3, whose rounds are microbatches), so a group pins two
-of them at a time.
-Runs on the launcher's thread, beside the step's own, which works for the host meanwhile.
+rounds at a time. This runs on the launcher's thread, while the step's own thread works for the host.
 """
 
 from collections import deque
@@ -23,17 +22,17 @@ from vllm_hybrid_sparse.runtime.readings import Reading, ReadingWave
 from vllm_hybrid_sparse.values import MICROBATCHES_IN_FLIGHT, GroupKey
 
 _POOL_PARTS = 4
-"""One part in so many of a layer's slots is for rounds that are larger than a microbatch: what they pin evicts what the
-next layers would find. Reckoned, not measured."""
+"""Rounds larger than a microbatch may take one part in this many of a layer's slots, because what they pin evicts
+what the next layers would find. Estimated, not measured."""
 
 
 @dataclass(slots=True)
 class DeviceResult:
-    """What the device did for some readings."""
+    """The device's result for some readings."""
 
     stats: TierStats = field(default_factory=TierStats)
-    pages_read: dict[GroupKey, int] = field(default_factory=dict)  # the first so many of the reading's; failed included
-    # Readings, with the pages of theirs that could not be loaded, and why.
+    pages_read: dict[GroupKey, int] = field(default_factory=dict)  # from the reading's first on; failed ones included
+    # Readings, their pages that could not be loaded, and why.
     failed: list[tuple[Reading, NDArray[np.int64], CapacityError | LoadError]] = field(default_factory=list)
 
 
@@ -48,27 +47,27 @@ class LayerRows:
     states: RowStates
 
     def stored_pages(self, wave: ReadingWave) -> NDArray[np.int64]:
-        """The wave's pages as pages of the host store, by number; NO_PAGE where it has none."""
+        """The numbers that the wave's pages have in the host store, padded with NO_PAGE."""
         blocks, of_block = np.divmod(wave.pages, self.source.pages_per_block)  # NO_PAGE: masked below
         places = self.block_tables[wave.rows[:, None], blocks] * np.int64(self.source.pages_per_block) + of_block
         return np.where(wave.pages < 0, NO_PAGE, page_numbers(self.layer, wave.kv_heads[:, None], places))
 
 
 class DeviceSide:
-    """Carries readings out on a device."""
+    """Carries out readings on a device."""
 
     def __init__(self, loader: Loader, device: Device) -> None:
         self._loader = loader
         self._device = device
 
     def wave(self, readings: Sequence[Reading]) -> ReadingWave:
-        """Put readings side by side, in rounds for which the pool has room; two microbatches of each must fit it."""
+        """Put readings side by side, in rounds that fit the pool. It must have room for two microbatches of each."""
         return ReadingWave.of(readings, self._loader.pool.layer_slots // _POOL_PARTS)
 
     def run(self, rows: LayerRows, waves: Iterable[ReadingWave]) -> DeviceResult:
         """Read wave after wave.
 
-        What could not be loaded is named in the result, and the rest of the wave goes on.
+        The result names pages that could not be loaded; the rest of the wave goes on.
         """
         result = DeviceResult()
         for wave in waves:

@@ -1,7 +1,7 @@
-"""A device made of CPU memory and a thread: every decision that a GPU needs, none of its speed.
+"""A device made of CPU memory and a thread: it makes every decision that a GPU needs, without a GPU's speed.
 
-Its stream is an ordered queue on a thread of its own, so that loading, attending and the step overlap as they do on a
-GPU. The arithmetic is plain torch in float32.
+Its stream is an ordered queue on its own thread, so that loading, attending and the step overlap as they do on a GPU.
+The arithmetic is plain torch in float32.
 """
 
 import time
@@ -30,12 +30,12 @@ THREAD_NAME = "hybrid-sparse-device"
 def attend_slots(
     query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, page_tokens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attend with groups of query heads to the pages in some slots.
+    """Let groups of query heads attend to the pages in some slots.
 
     query        [groups, group, head_dim]
-    key_pool     [slots, 16, head_dim], value_pool likewise; what no slot of a group names is not looked at
+    key_pool     [slots, 16, head_dim], value_pool likewise; slots that no group names are not looked at
     slots        [groups, pages] int64, -1 for none
-    page_tokens  [groups, pages] int64, tokens of each page that are there, 0 to 16
+    page_tokens  [groups, pages] int64, tokens that each page has, 0 to 16
     returns      (out, lse, page_lse, scores) f32: [groups, group, head_dim] normalised, [groups, group],
                  [groups, group, pages] and [groups, group, pages, 16]; zeros and -inf where no token is seen
     """
@@ -119,7 +119,7 @@ class EmulatedWave:
     ) -> None:
         self._pool, self._stream = pool, stream
         self._states, self._scale, self._wave = states, scale, wave
-        self._lightest_lse = torch.full_like(states.lse, torch.inf)  # of the candidate page that weighs least
+        self._lightest_lse = torch.full_like(states.lse, torch.inf)  # of the lightest candidate page
         self._flags = WaveFlags.of(wave, *states.kept.shape)
 
     @property
@@ -131,7 +131,7 @@ class EmulatedWave:
         """See `Wave`."""
         return self._stream.submit(self._attend, loaded, index)
 
-    @torch.inference_mode()  # which belongs to a thread: vLLM's step is in it, and so are the states
+    @torch.inference_mode()  # it belongs to a thread; vLLM's step is in it, and so are the states
     def _attend(self, load: Future[Loaded], index: int) -> Attended:
         loaded, flags, wave = load.result(), self._flags, self._wave
         started = time.perf_counter()
@@ -167,7 +167,7 @@ class EmulatedWave:
                 rows[:, first * PAGE_TOKENS : end * PAGE_TOKENS] = scores[place, :, : end - first].flatten(1)
 
     def _look(self, reading: Reading, pages_read: int) -> None:
-        """PSA's lines 14 to 18 for one group: done when enough is read, or everything that may be."""
+        """PSA's lines 14 to 18 for one group: it is done when it has read enough, or all that it may."""
         assert reading.threshold is not None
         row, kv_head = reading.group
         heads = self._states.heads(reading.group)

@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 class _Engine:
-    """What is known of the engine that is being made in this process."""
+    """What is known about the engine that this process is making."""
 
     local_workers = 1  # on this machine
 
 
 class HostRuntime:
-    """Made once a process from the settings; layers of one shape share a kernel and its scratch memory."""
+    """Made once per engine from the settings; layers of one shape share a kernel and its scratch memory."""
 
     def __init__(self, settings: HybridSparseConfig, local_workers: int = 1) -> None:
         """No layer is known yet.
@@ -46,7 +46,7 @@ class HostRuntime:
         """
         self.settings = settings
         self.selection = native_selection(settings.selection, settings.retained)
-        self.everything = native_selection(SelectionSpec(), settings.retained)  # of layers with a sliding window
+        self.everything = native_selection(SelectionSpec(), settings.retained)  # for layers with a sliding window
         threads = settings.num_threads or default_threads(settings.device, local_workers)
         if settings.num_threads > (cores := num_usable_cores()):
             logger.warning(
@@ -59,17 +59,17 @@ class HostRuntime:
             has_team = settings.device != "cuda" and _native.openmp_is_loaded() and threads <= torch.get_num_threads()
             helpers = "openmp" if has_team else "own"
         self.pool = make_thread_pool(threads, helpers=helpers, cpus=helper_cpus(threads))
-        # Blocks of requests in the step under way that a KV connector may have written; the worker sets it, each layer
+        # Blocks of the current step's requests that a KV connector may have written. The worker sets it, and each layer
         # summarises them before it attends.
         self.loaded_blocks: LoadedBlocks | None = None
         self.requests = RequestSlots()
-        self.blocks = BlockMirror()  # of a CUDA device, whose worker keeps it
+        self.blocks = BlockMirror()  # for a CUDA device; its worker keeps it up to date
         self.device_tier: DeviceTier | None = None  # once `open_device` has made it
-        self.cuda_layers: CudaLayers | None = None  # likewise, of a CUDA device
+        self.cuda_layers: CudaLayers | None = None  # likewise, for a CUDA device
         self._hgca_layers: list[_native.HgcaLayer] = []
-        self._predictor: tuple[_native.HeadPredictor, float] | None = None  # and the error that it was made for
+        self._predictor: tuple[_native.HeadPredictor, float] | None = None  # with tau, the error that it was made for
         self._attention: dict[tuple[torch.dtype, int, int, int, int, float, int], NativeAttention] = {}
-        self._layers = self._windowed = 0  # attention layers, and those of them with a sliding window
+        self._layers = self._windowed = 0  # attention layers; of these, layers with a sliding window
 
     def attention(
         self,
@@ -82,7 +82,7 @@ class HostRuntime:
         scale: float,
         sliding_window: int = 0,
     ) -> NativeAttention:
-        """The kernel for one more layer of this shape; one with a sliding window keeps no summaries."""
+        """The kernel for one more layer of this shape; with a sliding window it keeps no summaries."""
         self._layers += 1
         self._windowed += sliding_window > 0
         shape = (dtype, num_q_heads, num_kv_heads, head_dim, block_tokens, scale, sliding_window)
@@ -113,11 +113,11 @@ class HostRuntime:
 
     @property
     def keeps_request_state(self) -> bool:
-        """Whether the policy keeps state of a request beside its KV cache, so that batches need `slots`."""
+        """Whether the policy keeps state per request in addition to the KV cache, so that batches need `slots`."""
         return self.settings.salience is not None or self.settings.prediction is not None
 
     def hgca_layer(self, attention: NativeAttention) -> _native.HgcaLayer | None:
-        """What one layer keeps of the requests, by the slots of `requests`; None where the policy keeps nothing."""
+        """One layer's HGCA states, by the slots of `requests`; None under another policy."""
         if self.settings.salience is None:
             return None
         layer = attention.hgca_layer(self.settings.salience, self.settings.retained)
@@ -141,9 +141,9 @@ class HostRuntime:
         return sum(layer.packed_bytes for layer in self._hgca_layers)
 
     def use_model(self, shape: ModelShape) -> None:
-        """Read the predictor, where the policy has one, before `fluxion_layer` is asked. Later calls do nothing.
+        """Read the predictor if the policy has one. Call it before `fluxion_layer`; later calls do nothing.
 
-        raises   ConfigError where no predictor serves a model of this shape with these settings
+        raises   ConfigError if no predictor serves a model of this shape with these settings
         """
         if self.settings.prediction is not None and self._predictor is None:
             predictor, origin = choose_predictor(self.settings.prediction, shape, self.settings.retained)
@@ -158,7 +158,7 @@ class HostRuntime:
             self._predictor = native_predictor(predictor), origin.tau
 
     def fluxion_layer(self, layer: int) -> _native.FluxionLayer | None:
-        """What one layer, from 0, keeps of the requests for Fluxion, by their slots; None under another policy."""
+        """One layer's Fluxion states, by the slots of `requests`; `layer` counts from 0. None under another policy."""
         prediction = self.settings.prediction
         if prediction is None:
             return None
@@ -179,13 +179,13 @@ class HostRuntime:
         device_bytes: int = 0,
         captures: bool = False,
     ) -> None:
-        """Make the device tier, where the settings ask for a device. ConfigError where it cannot be served.
+        """Make the device tier if the settings ask for a device. ConfigError if it cannot be served.
 
         kv_caches      the KV memory of every layer
         attentions     the kernels of these layers, which must be one and the same: the pool's pages have one shape
-        device         of a CUDA device: where the model's tensors lie
-        device_bytes   of a CUDA device: memory for the pool, where the settings do not number its slots
-        captures       of a CUDA device: whether launches that come again may be captured in CUDA graphs
+        device         CUDA only: where the model's tensors lie
+        device_bytes   CUDA only: memory for the pool, if the settings do not give the number of its slots
+        captures       CUDA only: whether repeated launches may be captured in CUDA graphs
         """
         self.close()
         if self.settings.device == "none":
@@ -206,7 +206,7 @@ class HostRuntime:
             self.requests.attach(self.cuda_layers.prompt_rows)
 
     def close(self) -> None:
-        """End the threads of the device tier; a runtime without one has none to end."""
+        """End the threads of the device tier, if there is one."""
         if self.device_tier is not None:
             self.device_tier.close()
             self.device_tier = self.cuda_layers = None
@@ -240,12 +240,12 @@ class HostRuntime:
 
 @lru_cache(maxsize=1)
 def host_runtime(settings: HybridSparseConfig) -> HostRuntime:
-    """The runtime of the engine that is being made in this process, the same for all of its layers."""
+    """The runtime of the engine that this process is making, the same for all of its layers."""
     return HostRuntime(settings, _Engine.local_workers)
 
 
 def begin_engine(local_workers: int = 1) -> None:
-    """What is asked for from now on is another engine's: it gets a runtime of its own.
+    """Begin another engine: `host_runtime` makes a new runtime for it.
 
     local_workers   of that engine on this machine
     """

@@ -1,4 +1,4 @@
-"""The host's part of one layer's step: groups whose candidates are attended where they lie, by the native core."""
+"""The host's part of one layer's step: the native core attends to candidates of groups where they lie."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,13 +19,13 @@ class HostResult:
     """What the host did for one group."""
 
     state: HostState  # of the candidates alone
-    pages_read: int  # the first so many of the reading's
+    pages_read: int  # from the reading's first on
     kept: float  # P_acc at the stop; 1 without a threshold
-    looks: int = 0  # at the threshold
+    looks: int = 0  # checks of the threshold
 
 
 class HostSide:
-    """Carries readings out on the host, with all threads of the native pool. Called by the step's thread alone."""
+    """Carries out readings on the host, with all threads of the native pool. Only for the step's thread."""
 
     def __init__(self, attention: NativeAttention) -> None:
         self._attention = attention

@@ -1,4 +1,4 @@
-"""Blocks that something else than the layers may have written: a KV connector, of requests that begin or resume."""
+"""Blocks that something other than the layers may have written: a KV connector, for requests that begin or resume."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LoadedBlocks:
-    """Of some sequences the blocks from their beginnings, as `NativeAttention.summarize` takes them."""
+    """The blocks of some sequences from their beginnings, as `NativeAttention.summarize` takes them."""
 
-    blocks: Tensor  # [blocks] int32, those of one sequence after another's
-    starts: Tensor  # [sequences + 1] int32, where those of each begin
+    blocks: Tensor  # [blocks] int32, one sequence after another
+    starts: Tensor  # [sequences + 1] int32, where each sequence's blocks begin
 
     @classmethod
     def of(cls, sequences: Iterable[Sequence[int]]) -> Self | None:
-        """The blocks of each sequence; None where there are none."""
+        """The blocks of each sequence; None if there are none."""
         given = list(sequences)
         blocks = [block for sequence in given for block in sequence]
         if not blocks:

@@ -1,7 +1,7 @@
-"""Decode rows of the page policies on two tiers: retained set, scores, and the candidates that each group may read.
+"""Two-tier rows of the page policies: retained set, scores, and the candidates that each group may read.
 
-The host scores all candidates while the device attends the retained sets, then orders each group's; both read them
-(`both_sides.py`).
+The host scores all candidates while the device attends the retained sets. Then the host orders each group's candidates,
+and both sides read them (`both_sides.py`).
 """
 
 import time
@@ -33,12 +33,12 @@ class PageRows:
         self._sides = BothSides(tier, host)
         self._spec, self._retained = settings.selection, settings.retained
         self._selection = native_selection(self._spec, self._retained)
-        self.last_pages: dict[GroupKey, NDArray[np.int64]] = {}  # candidates that the last call read, in their order
+        self.last_pages: dict[GroupKey, NDArray[np.int64]] = {}  # candidates that the last call read, in this order
 
     def decode(
         self, query: Tensor, kv_cache: Tensor, batch: TieredBatch, output: Tensor, output_rows: Sequence[int]
     ) -> None:
-        """Attend with the batch's decode rows, whose keys and values are stored.
+        """Compute the attention of the batch's decode rows, whose keys and values are stored.
 
         query    [tokens, q_heads, head_dim]   of the step, in host memory
         output   [any, q_heads, head_dim]      where the device gives its results, with a row for each decode row
@@ -65,7 +65,7 @@ class PageRows:
     def _log_unread(
         self, step: DecodeRows, readings: Mapping[GroupKey, Reading], pages: Mapping[GroupKey, int]
     ) -> Tensor:
-        """What key codes say of the candidates that were not read, [rows, q_heads], for groups that have read some."""
+        """[rows, q_heads], log weight that key codes estimate for unread candidates; -inf for groups that read none."""
         states = step.rows.states
         log_unread = torch.full(tuple(states.lse.shape), -torch.inf)
         for group, reading in readings.items():
@@ -75,7 +75,7 @@ class PageRows:
         return log_unread
 
     def _reading(self, step: DecodeRows, group: GroupKey, ordered: OrderedPages) -> Reading:
-        """What a group may read, and what it needs to stop."""
+        """What a group may read, and what decides when it stops."""
         seq_len = step.batch.seq_lens[group.row]
         first, end = self._retained.candidate_range(seq_len)
         looks = self._spec.threshold < 1 and end > first
@@ -115,7 +115,7 @@ class PageRows:
         pages_read = pages - candidates + sum(read.pages.values())
         looks = sum(result.looks for result in read.hosted.values())
         if looked:
-            looks += read.rounds  # on the device each round of candidates is attended before a look
+            looks += read.rounds  # on the device every round of candidates is followed by a look
         summaries = sum(reading.scored for reading in readings.values()) * layout.summary_bytes
         self._tier.count(
             tiers + TierStats(early_stops=stops, looked_groups=len(looked), kept_mass=kept),

@@ -16,7 +16,7 @@ from vllm_hybrid_sparse.kernels.merge.reference import merge_with_unread as merg
 from vllm_hybrid_sparse.kernels.page_directory import reference as directory
 from vllm_hybrid_sparse.kernels.page_directory.state import Listed
 from vllm_hybrid_sparse.kernels.reading import reference as reading
-from vllm_hybrid_sparse.kernels.reading.plan import OrderedPages, PageTables, ReadingPlan
+from vllm_hybrid_sparse.kernels.reading.plan import PageTables, RankedPages, ReadingPlan
 from vllm_hybrid_sparse.policy.selectors import group_scores, rank_pages
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
@@ -77,7 +77,7 @@ def attend_listed(
     return out.float(), lse.float()
 
 
-def plan_reading(pages: OrderedPages, retained_lse: Tensor, *, threshold: float, microbatch_pages: int) -> ReadingPlan:
+def plan_reading(pages: RankedPages, retained_lse: Tensor, *, threshold: float, microbatch_pages: int) -> ReadingPlan:
     """Say how many pages each group reads at first; see kernels/reading/gpu.py."""
     rows, q_heads, _ = pages.scores.shape
     kv_heads = pages.order.shape[1]
@@ -102,7 +102,7 @@ def read_on(
     k_pool: Tensor,
     v_pool: Tensor,
     host: HostStore,
-    pages: OrderedPages,
+    pages: RankedPages,
     tables: PageTables,
     retained_lse: Tensor,
     read: tuple[Tensor, Tensor],
@@ -126,13 +126,10 @@ def read_on(
         def attend(
             some: Sequence[int], row: int = row, head: int = head, heads: slice = heads
         ) -> tuple[Tensor, Tensor]:
-            of_block = host.pages_per_block
             keys, values = [k_pool[:0, 0]], [v_pool[:0, 0]]
-            for page in (tables.first_page + candidate for candidate in some):
-                lies = int(tables.blocks[row, page // of_block]) * of_block + page % of_block
-                slot = int(tables.slots[tables.first_entry + head * tables.store_pages + lies])
+            for page, slot in _places(tables, host.pages_per_block, row, head, some):
                 key, value = (
-                    (k_pool[slot], v_pool[slot]) if slot >= 0 else listed_attention.page_of(host, head, lies, head_dim)
+                    (k_pool[slot], v_pool[slot]) if slot >= 0 else listed_attention.page_of(host, head, page, head_dim)
                 )
                 keys.append(key)
                 values.append(value)
@@ -154,9 +151,11 @@ def read_on(
         read[0][row, heads], read[1][row, heads] = result.out.float(), result.lse.float()
         plan.counts[row, head], plan.kept[row, head] = result.num_pages, result.share
         plan.log_unread[row, heads] = result.log_unread.float()
-        further = result.num_pages - count
-        looks = (count > 0) + -(-further // microbatch_pages)
-        tally.numbers += torch.tensor([further, 0, 0, 1, int(result.num_pages < candidates), looks])
+        further = order[count : result.num_pages]
+        hits = sum(slot >= 0 for _, slot in _places(tables, host.pages_per_block, row, head, further))
+        looks = (count > 0) + -(-len(further) // microbatch_pages)
+        stops = int(result.num_pages < candidates)
+        tally.numbers += torch.tensor([len(further), hits, 0, 1, stops, looks])
         tally.kept += result.share
 
 
@@ -181,8 +180,20 @@ def _groups(rows: int, kv_heads: int, q_heads: int) -> list[tuple[int, int, slic
     return [(row, head, slice(head * size, (head + 1) * size)) for row in range(rows) for head in range(kv_heads)]
 
 
-def _of_group(pages: OrderedPages, row: int, head: int, heads: slice) -> tuple[Tensor, list[int], int]:
+def _of_group(pages: RankedPages, row: int, head: int, heads: slice) -> tuple[Tensor, list[int], int]:
     """Scores [group, candidates] f64, the order, and the budget."""
     candidates = int(pages.candidates[row])
     order: list[int] = pages.order[row, head, :candidates].tolist()
     return pages.scores[row, heads, :candidates].double(), order, int(pages.budgets[row])
+
+
+def _places(
+    tables: PageTables, pages_per_block: int, row: int, head: int, candidates: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Where some candidates of a group lie: the page of the host store, and the slot; below 0: in none."""
+    first = tables.first_entry + head * tables.store_pages
+    places = []
+    for page in (tables.first_page + candidate for candidate in candidates):
+        lies = int(tables.blocks[row, page // pages_per_block]) * pages_per_block + page % pages_per_block
+        places.append((lies, int(tables.slots[first + lies])))
+    return places

@@ -1,7 +1,7 @@
-"""Fluxion's decode rows on two tiers: the device attends the retained set in its two segments, the host predicts from
-that what each head needs, and both read the candidates from one queue (Fluxion, sections 5 and 6).
+"""Two-tier rows under Fluxion: the device attends the retained set in its two segments, the host predicts from that
+what each head needs, and both read the candidates from one queue (Fluxion, sections 5 and 6).
 
-Anchors are observed on the host, where all keys and values lie: a whole read of one request's cache, once in 256 rows.
+Anchors are observed on the host, where all keys and values lie. Once in 256 rows this reads a request's cache twice.
 """
 
 import time
@@ -46,7 +46,7 @@ class PredictedRows:
         output: Tensor,
         output_rows: Sequence[int],
     ) -> None:
-        """Attend with the batch's decode rows, whose keys and values are stored.
+        """Compute the attention of the batch's decode rows, whose keys and values are stored.
 
         query    [tokens, q_heads, head_dim]   of the step, in host memory
         layer    the state of the requests in this layer
@@ -64,11 +64,11 @@ class PredictedRows:
         if alone is not None:
             device.attribute(states, alone, chosen.log_unread, self._attributed)
         device.give(states, output, output_rows)
-        # How much of the cache was read has been counted where it was chosen.
+        # The choice of pages has already counted how much of the cache is read.
         self._tier.count(retained + read.stats + TierStats(step_s=time.perf_counter() - started), DecodeStats())
 
     def _attend_retained(self, step: DecodeRows, layer: _native.FluxionLayer) -> tuple[TierStats, PredictedPages]:
-        """Have the device attend the sink and the window, each with states of its own, and choose by what they say."""
+        """Let the device attend sink and window, each with its own states, and choose pages by these states."""
         device, batch = self._tier.device, step.batch
         sink = step.beside()
         attending = [
@@ -79,7 +79,7 @@ class PredictedRows:
                 self._microbatch_pages,
             ),
         ]
-        wait(attending)  # nothing of this step may still run when it has failed
+        wait(attending)  # if this step fails, nothing of it may still run
         results = [part.finish(future) for part, future in zip((sink, step), attending, strict=True)]
         of_sink, of_local = device.brought(sink.rows.states, step.rows.states)
         chosen = choose_pages(
@@ -96,7 +96,7 @@ class PredictedRows:
         return reduce(add, (result.stats for result in results)), chosen
 
     def _reading(self, step: DecodeRows, group: GroupKey, chosen: PredictedPages) -> Reading:
-        """All that was chosen for a group: a budget is read whole."""
+        """Everything that was chosen for a group: a budget is read whole."""
         first, end = self._candidates(step.batch.seq_lens[group.row])
         return Reading(
             group=group,

@@ -18,13 +18,13 @@ STAGED_PAGES = 128
 class StreamedPrefill:
     """Attention of prompt chunks. Two halves of a staging area take turns: one is filled while the other is read.
 
-    Nothing waits for the device: the queue that loads and the caller's follow each other's marks.
+    Nothing waits for the device: the loading queue and the caller's queue follow each other's marks.
     """
 
     def __init__(self, queue: DeviceQueue, kv_heads: int, head_dim: int, dtype: torch.dtype, scale: float) -> None:
         """An empty staging area.
 
-        queue   where the loads go; the stores of chunks as well, so that a chunk finds what one before it has stored
+        queue   for the loads, and for the stores of chunks, so that a chunk finds what an earlier one has stored
         """
         self._queue, self._kv_heads, self._scale = queue, kv_heads, scale
         size = (2, kv_heads * STAGED_PAGES, PAGE_TOKENS, head_dim)
@@ -40,7 +40,7 @@ class StreamedPrefill:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, source: HostPages, chunk: PromptChunk, output: Tensor
     ) -> None:
-        """Attend with the rows of one chunk, and write them to `output`.
+        """Compute the attention of one chunk's rows, and write it to `output`.
 
         query, output   [tokens, q_heads, head_dim]    of the batch, on the device; output may be of another float dtype
         key, value      [tokens, kv_heads, head_dim]   of the batch
@@ -62,9 +62,9 @@ class StreamedPrefill:
     def _stage(
         self, source: HostPages, chunk: PromptChunk, first_token: int, tokens: int
     ) -> tuple[Tensor, Tensor, int]:
-        """Begin to load part of the context, have the caller's queue wait for it, and say which half it lies in.
+        """Start to load part of the context, and make the caller's queue wait for it.
 
-        returns   key, value [kv_heads, tokens, head_dim], and the half
+        returns   key, value [kv_heads, tokens, head_dim], and the half that they lie in
         """
         half, self._turn = self._turn, 1 - self._turn
         first_page, count = first_token // PAGE_TOKENS, -(-tokens // PAGE_TOKENS)

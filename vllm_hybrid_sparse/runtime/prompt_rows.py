@@ -1,8 +1,8 @@
-"""Prompts beside a GPU are only launched, not waited for: what a policy looks back at of them waits until they decode.
+"""Keeps the prompt rows that a policy looks back at, until their request decodes.
 
-HGCA judges its host side by a prompt's last page of rows, and Fluxion makes its last query the anchor; neither is asked
-before the first decode step. So their queries are kept, 16 of a request at the most, and the host looks at them when it
-has to wait for the stored prompt anyway.
+On a GPU prompts are only launched, not waited for. HGCA judges its host side by a prompt's last page of rows, and
+Fluxion makes its last query the anchor; neither is needed before the first decode step. So these queries are kept, at
+most 16 per request, and the host looks at them when it has to wait for the stored prompt anyway.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,22 +15,22 @@ from vllm_hybrid_sparse.memory.queues import Mark
 
 
 class Arriving(NamedTuple):
-    """Rows whose queries are in host memory behind a mark."""
+    """Rows whose queries are in host memory once the mark has passed."""
 
     rows: LatestRows
     mark: Mark
 
 
 class PromptRows:
-    """The rows that wait, by layer and slot. For the step's thread alone."""
+    """The rows that wait, by layer and slot. Only for the step's thread."""
 
     def __init__(self, wanted: Callable[[int], int]) -> None:
-        """Nothing waits; `wanted` says how many of the latest rows of a request of so many tokens are looked at."""
+        """Nothing waits. `wanted` says, for a request's tokens, how many of its latest rows are looked at."""
         self.wanted = wanted
         self._waiting: dict[int, dict[int, list[Arriving]]] = {}  # of each request in the order they were appended
 
     def add(self, layer: int, appended: Sequence[Arriving]) -> None:
-        """Keep the latest rows of requests; where these are all that is wanted, those before them are forgotten."""
+        """Keep the latest rows of requests. If they are all that is wanted, earlier ones are forgotten."""
         of_layer = self._waiting.setdefault(layer, {})
         for arriving in appended:
             slot, rows = arriving.rows.slot, arriving.rows
@@ -42,7 +42,7 @@ class PromptRows:
         return [arriving.rows for of_request in self._waiting.get(layer, {}).values() for arriving in of_request]
 
     def take(self, layer: int, slots: Sequence[int]) -> list[LatestRows]:
-        """The rows of the requests in some slots, once they are there; of each request together."""
+        """Take the rows of the requests in some slots, once they are there; all of a request together."""
         of_layer, taken = self._waiting.get(layer, {}), []
         for of_request in [of_layer.pop(slot) for slot in slots if slot in of_layer]:
             for arriving in of_request:

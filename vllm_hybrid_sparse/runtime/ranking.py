@@ -1,9 +1,9 @@
-"""Decode rows whose pages the device itself chooses: it scores, ranks, reads and looks, and asks nobody.
+"""Ranked rows: the device chooses their pages itself. It scores, ranks, reads and checks, without the host.
 
-The host launches, and no step waits for the device: what lies in which slot is kept in device memory
-(`memory/device_directory.py`), pages that do not are read in place from the pinned host store and put into slots on the
-way, and key codes are made by the device from what is stored. So a layer costs the host some launches, where a row of
-two tiers costs it a round trip. Page policies that rank by key codes, or read everything (`dense`).
+The host launches, and no step waits for the device. Device memory holds the directory of what lies in which slot
+(`memory/device_directory.py`). Pages without a slot are read in place from the pinned host store and put into slots on
+the way. The device makes key codes from what is stored. So a layer costs the host some launches, whereas a two-tier row
+costs it a round trip. This serves page policies that rank by key codes, or read everything (`dense`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.listed_attention.state import Tally
-from vllm_hybrid_sparse.kernels.reading.plan import OrderedPages, PageTables
+from vllm_hybrid_sparse.kernels.reading.plan import PageTables, RankedPages
 from vllm_hybrid_sparse.memory.device_directory import DeviceDirectory
 from vllm_hybrid_sparse.memory.device_pool import DevicePool
 from vllm_hybrid_sparse.memory.host_pages import HostPages
@@ -26,12 +26,12 @@ from vllm_hybrid_sparse.runtime.step_rows import RankedRows, room_for
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SelectionSpec
 
 ROW_PAGES_AT_ONCE = 2**18
-"""Rows that are computed together times the pages of the longest: 32 rows of 128K tokens. The scores and the order of
-them all are in memory then (`ranking_bytes`)."""
+"""The most rows that are computed together, times the pages of the longest: 32 rows of 128K tokens. The scores and
+the order of all of them are in memory at once (`ranking_bytes`)."""
 
 
 def rows_at_once(seq_lens: Sequence[int]) -> list[list[int]]:
-    """Which rows of a step are computed together, ascending: all, or those of like length if all are too many."""
+    """Which rows of a step are computed together, ascending: all, or rows of similar length if all are too many."""
     pages = [-(-length // PAGE_TOKENS) for length in seq_lens]
     if len(pages) * max(pages, default=0) <= ROW_PAGES_AT_ONCE:
         return [list(range(len(pages)))] if pages else []
@@ -44,10 +44,10 @@ def rows_at_once(seq_lens: Sequence[int]) -> list[list[int]]:
 
 
 def ranking_bytes(q_heads: int, kv_heads: int) -> int:
-    """Device memory that ranked rows take while they are computed, whatever there is of them; counted, not measured.
+    """Device memory that ranked rows take while they are computed, however many there are; counted, not measured.
 
-    For each row and page, and for those that there is room for (`room_for`), scores of all heads, their best, an order
-    with what sorting it takes, and two lists. Twice: captured launches have memory of their own.
+    For each row and page, including the room that `room_for` adds: scores of all heads, their best, an order with what
+    sorting it takes, and two lists. All of it twice, because captured launches have their own memory.
     """
     pages = ROW_PAGES_AT_ONCE * 9 // 8
     return 2 * pages * (q_heads * 4 + kv_heads * (4 + 3 * 12 + 2 * 12))
@@ -70,7 +70,7 @@ class _Read(NamedTuple):
 
 
 class DeviceRanking:
-    """All layers of a model whose decode rows are ranked by the device. For the step's thread alone."""
+    """Ranked rows in all layers of a model. Only for the step's thread."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class DeviceRanking:
     ) -> None:
         """An empty directory of the pool's slots.
 
-        sources   every layer's host store, all laid out alike, pinned beside a GPU
-        codes     None: nothing is ranked, so that every row reads everything
+        sources   every layer's host store, all with the same layout, pinned if there is a GPU
+        codes     None: nothing is ranked, and every row reads everything
         """
         first = sources[0]
         self.directory = DeviceDirectory(
@@ -103,8 +103,8 @@ class DeviceRanking:
         self._device = pool.key.device
         self._kv_heads = first.num_kv_heads
         self._tensors = StepTensors(self._device)
-        self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by pages: where they, and their codes, lie
-        self._written_blocks: list[int] = []  # since the last step began, other than by it
+        self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by pages: where they and their codes lie
+        self._written_blocks: list[int] = []  # since the last step began, but not by that step
         self._tally = Tally(self._device)
         self._shown = ShownTally(self._tally)
         self._looks = False  # whether rows of the last step were ranked, so that pages may have arrived
@@ -116,10 +116,10 @@ class DeviceRanking:
     ) -> None:
         """Turn the directory over, before anything else that a step asks of it.
 
-        Where no row was ranked since, as where all are resident, only what is written is forgotten: that takes a GPU
-        next to nothing.
+        If no row was ranked since the last call, for example because all are resident, this only forgets the written
+        pages. That takes a GPU next to nothing.
 
-        tables          [rows][blocks]   of all decode rows of the step, maybe with more blocks behind
+        tables          [rows][blocks]   of all decode rows of the step; may have more blocks behind
         seq_lens        [rows]           tokens of their requests, the new one included
         written_pages   of the host store, those that prompts write in this step
         """
@@ -138,14 +138,14 @@ class DeviceRanking:
     def rows(
         self, tokens: Sequence[int], blocks: Sequence[NDArray[np.int32]], seq_lens: Sequence[int]
     ) -> tuple[RankedRows, ...]:
-        """What ranked rows read at the most, in parts that are computed one after another.
+        """The ranked rows of a step, in parts that are computed one after another.
 
         tokens     [rows]           of the step's batch
-        blocks     [rows][blocks]   of the rows' requests, to the one that the new token lies in
+        blocks     [rows][blocks]   of the rows' requests, up to the one that the new token lies in
         seq_lens   [rows]           tokens of the requests, the new one included
         """
         parts = rows_at_once(seq_lens)
-        self._looks = self._looks or bool(parts)  # said here, since replayed graphs look nothing up by way of Python
+        self._looks = self._looks or bool(parts)  # set here, because replayed graphs call no look-up in Python
         return tuple(
             self._part(
                 number,
@@ -189,7 +189,7 @@ class DeviceRanking:
         )
 
     def forget_blocks(self, blocks: Sequence[int]) -> None:
-        """Blocks whose content changes other than by a step, before the step that begins next."""
+        """Forget blocks whose content changes other than by a step, before the next step begins."""
         self._written_blocks += blocks
 
     def _pages_of(self, blocks: Sequence[int]) -> list[int]:
@@ -214,11 +214,11 @@ class DeviceRanking:
         self._kernels.encode_pages(elements, *self._places[key], of_layer, head_dim=head_dim, code_bits=code_bits)
 
     def encode_blocks(self, layer: int, blocks: Sequence[int]) -> None:
-        """Make the codes of all pages of blocks, of which those that are not full are made again when they are."""
+        """Make the codes of all pages of blocks. Codes of pages that are not full are made again once they are."""
         self.encode(layer, self._pages_of(blocks))
 
     def attend(self, layer: int, query: Tensor, rows: RankedRows, output: Tensor, scale: float) -> None:
-        """Launch a layer's attention of the rows, whose new tokens are stored by what was launched before.
+        """Launch a layer's attention of the rows. Earlier launches store their new tokens.
 
         query, output   [tokens, q_heads, head_dim]   of the step; rows of others are left alone
         """
@@ -268,7 +268,7 @@ class DeviceRanking:
 
     def _ordered(
         self, layer: int, queries: Tensor, rows: RankedRows, retained_lse: Tensor, scale: float
-    ) -> OrderedPages:
+    ) -> RankedPages:
         """Every group's candidates by group score."""
         assert self._codes is not None
         scores = self._kernels.score_codes(
@@ -283,10 +283,10 @@ class DeviceRanking:
             code_bits=self._codes.code_bits,
         )
         order = self._kernels.order_pages(scores, self._kv_heads, retained_lse, rows.most_budget)
-        return OrderedPages(order, scores, rows.candidates, rows.budgets)
+        return RankedPages(order, scores, rows.candidates, rows.budgets)
 
     def last_pages(self) -> dict[tuple[int, int], list[int]]:
-        """Candidates that the layer read that attended last, in the order of reading. Waits for the device.
+        """Candidates read by the layer that attended last, in the order of reading. Waits for the device.
 
         By token of the step's batch and KV head.
         """
@@ -300,7 +300,7 @@ class DeviceRanking:
         return pages
 
     def drop_numbers(self) -> None:
-        """Count nothing of what was read so far, whether it was taken or not."""
+        """Discard all counts of what was read so far, taken or not."""
         self._tally.numbers.zero_()
         self._tally.kept.zero_()
         self._shown.begin_anew()
@@ -326,14 +326,14 @@ class ShownTally:
         return dict.fromkeys((*Tally.NUMBERS, "kept"), 0.0)
 
     def begin_anew(self) -> None:
-        """Take the tally, which has been cleared, for one of which nothing was taken. Waits for what is under way."""
+        """Start again from a tally that has been cleared. Waits for a copy that is under way."""
         if self._arrived is not None:
             self._arrived.wait()
             self._arrived = None
         self._seen = self._taken = self._nothing()
 
     def take(self) -> dict[str, float]:
-        """Differences to the last call's, as far as they are known; what is missing is asked for."""
+        """Differences from the last call, as far as they are known. Asks for newer numbers."""
         self._look()
         if self._arrived is None:
             self._numbers.copy_(self._tally.numbers, non_blocking=True)

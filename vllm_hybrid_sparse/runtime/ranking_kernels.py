@@ -1,4 +1,4 @@
-"""What the ranking of decode rows by the device is made of."""
+"""The kernels that rank decode rows on the device."""
 
 from typing import Any, Protocol
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore, Tally
 from vllm_hybrid_sparse.kernels.page_directory.state import Listed
-from vllm_hybrid_sparse.kernels.reading.plan import OrderedPages, PageTables, ReadingPlan
+from vllm_hybrid_sparse.kernels.reading.plan import PageTables, RankedPages, ReadingPlan
 from vllm_hybrid_sparse.memory.device_directory import DirectoryKernels
 
 State = tuple[Tensor, Tensor]
@@ -18,7 +18,7 @@ class RankingKernels(Protocol):
 
     @property
     def directory(self) -> DirectoryKernels:
-        """Of the directory."""
+        """The kernels of the directory."""
 
     def encode_pages(
         self, host: Tensor, page_offsets: Tensor, places: Tensor, codes: Tensor, *, head_dim: int, code_bits: int
@@ -26,10 +26,10 @@ class RankingKernels(Protocol):
         """Make the key codes of full pages: kernels/key_codes/gpu.py."""
 
     def score_codes(self, query: Tensor, codes: Tensor, blocks: Tensor, candidates: Tensor, **numbers: Any) -> Tensor:
-        """What candidates are estimated to weigh: kernels/code_scores/gpu.py, of queries as they are."""
+        """Estimate the weights of candidates: kernels/code_scores/gpu.py, for queries that are not rotated yet."""
 
     def order_pages(self, scores: Tensor, kv_heads: int, retained_lse: Tensor, most: int) -> Tensor:
-        """The best candidates by group score, `most` of them at the least: kernels/score/gpu.py."""
+        """Order the best candidates by group score, at least `most` of them: kernels/score/gpu.py."""
 
     def attend_listed(
         self,
@@ -46,7 +46,7 @@ class RankingKernels(Protocol):
         """Attend to the pages listed: kernels/listed_attention/gpu.py."""
 
     def plan_reading(
-        self, pages: OrderedPages, retained_lse: Tensor, *, threshold: float, microbatch_pages: int
+        self, pages: RankedPages, retained_lse: Tensor, *, threshold: float, microbatch_pages: int
     ) -> ReadingPlan:
         """Say how many pages each group reads at first: kernels/reading/gpu.py."""
 
@@ -56,7 +56,7 @@ class RankingKernels(Protocol):
         k_pool: Tensor,
         v_pool: Tensor,
         host: HostStore,
-        pages: OrderedPages,
+        pages: RankedPages,
         tables: PageTables,
         retained_lse: Tensor,
         read: State,
@@ -67,9 +67,9 @@ class RankingKernels(Protocol):
         threshold: float,
         microbatch_pages: int,
     ) -> None:
-        """Look at what was read, and read on: kernels/reading/gpu.py."""
+        """Check what was read, and read on: kernels/reading/gpu.py."""
 
     def merge_with_unread(
         self, retained: State, read: State, log_unread: Tensor | None, share: float, output: Tensor
     ) -> None:
-        """Fold the retained set and the candidates: kernels/merge/gpu.py."""
+        """Merge the retained set's state with the candidates': kernels/merge/gpu.py."""

@@ -1,8 +1,7 @@
 """What one group of a decode row reads, in rounds, and when that is enough (PSA, section 3.2, Algorithm 1).
 
-PSA looks at the threshold after every microbatch. Where key codes say beforehand how much will be enough, the first
-round is that much; without a threshold there is nothing to look for, and all is one round, as far as the device has
-room.
+PSA checks the threshold after every microbatch. If key codes tell beforehand how much will be enough, the first round
+is that much. Without a threshold there is nothing to check, and everything is one round, as far as the device has room.
 """
 
 import math
@@ -21,23 +20,23 @@ from vllm_hybrid_sparse.values import MICROBATCHES_IN_FLIGHT, PAGE_TOKENS, Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Pages of one group in the order of reading; of the retained set, or candidates."""
+    """Pages of one group, of the retained set or candidates, in the order of reading."""
 
     group: GroupKey
     pages: NDArray[np.int64]  # of the request, 0 its first
     seq_len: int  # tokens of the request
     microbatch_pages: int
-    threshold: float | None = None  # stop once so much of the weight is read; None: read all
-    expected: int = 0  # pages, by whole microbatches, that are estimated to be enough; 0: unknown
+    threshold: float | None = None  # stop once more than this share of the weight is read; None: read all
+    expected: int = 0  # pages that are estimated to be enough, in whole microbatches; 0: unknown
     candidates: int = 0  # of the group, read or not
     scored: int = 0  # of them, those whose summaries were scored
-    # Log weight that key codes estimate of what is unread after so many microbatches, [microbatches, group].
+    # Log weight that key codes estimate for the unread pages after each microbatch, [microbatches, group].
     log_unread: NDArray[np.float32] | None = None
-    lightest_rest: bool = False  # P_acc takes every unread page to weigh as much as the lightest one read (line 15)
+    lightest_rest: bool = False  # P_acc counts every unread page as heavy as the lightest one read (line 15)
 
     @property
     def estimated_rest(self) -> NDArray[np.float32] | None:
-        """`log_unread`, where P_acc takes it for what is unread."""
+        """`log_unread` if P_acc uses it for the unread pages; otherwise None."""
         return None if self.lightest_rest else self.log_unread
 
     @property
@@ -48,14 +47,14 @@ class Reading:
         return min(len(self.pages), max(self.expected, self.microbatch_pages))
 
     def estimate_after(self, pages_read: int) -> int:
-        """Which row of `log_unread` says what is unread after so many pages, 1 at the least."""
+        """The row of `log_unread` that says what is unread after this many pages, at least 1."""
         return -(-pages_read // self.microbatch_pages) - 1
 
     def log_rest(self, pages_read: int, lightest_lse: Tensor) -> Tensor:
-        """What is unread is taken to weigh, after so many pages: whole microbatches, or all.
+        """The log weight that the unread pages are assumed to have after this many pages: whole microbatches, or all.
 
-        lightest_lse   [group]   log-sum-exp of the page that weighs least of the candidates read; inf before any
-        returns        [group]   natural log; -inf where every candidate is read
+        lightest_lse   [group]   log-sum-exp of the lightest candidate page read; inf before any
+        returns        [group]   natural log; -inf if every candidate is read
         """
         left = self.candidates - pages_read
         if left == 0:
@@ -67,20 +66,20 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingWave:
-    """Readings that are carried out side by side, in rounds: no two of one group, all with one threshold."""
+    """Readings that are carried out side by side, in rounds. Each is of another group; all have one threshold."""
 
     readings: tuple[Reading, ...]
     rows: NDArray[np.int64]  # [readings], of their groups
     kv_heads: NDArray[np.int64]  # [readings], likewise
-    pages: NDArray[np.int64]  # [readings, most pages], NO_PAGE behind the last of a reading
-    page_tokens: NDArray[np.int64]  # likewise: 16, but of a request's last page; 0 of NO_PAGE
+    pages: NDArray[np.int64]  # [readings, most pages], padded with NO_PAGE
+    page_tokens: NDArray[np.int64]  # likewise: 16, maybe fewer for a request's last page; 0 for NO_PAGE
     ends: NDArray[np.int64]  # [rounds + 1, readings], pages read before each round, and in the end
 
     @classmethod
     def of(cls, readings: Sequence[Reading], room_pages: int | None = None) -> Self:
-        """Put some readings, one at least, side by side.
+        """Put one or more readings side by side.
 
-        room_pages   slots that they may pin together, if that is more than two microbatches of each; None: any number
+        room_pages   slots that they may pin together, though never less than two microbatches of each; None: any number
         """
         assert len({reading.threshold for reading in readings}) == 1, "the readings of a wave have one threshold"
         most = max(len(reading.pages) for reading in readings)
@@ -105,7 +104,7 @@ class ReadingWave:
 
     @property
     def rounds(self) -> int:
-        """How many the reading with the most has."""
+        """The most rounds that any of the readings has."""
         return len(self.ends) - 1
 
     @property
@@ -120,10 +119,10 @@ class ReadingWave:
         return lengths
 
     def of_round(self, values: NDArray[np.int64], index: int, behind: int) -> NDArray[np.int64]:
-        """What belongs to the pages of a round.
+        """The values that belong to the pages of a round.
 
         values    [readings, most pages]
-        behind    what stands behind a reading's last page of the round
+        behind    padding after a reading's last page of the round
         returns   [readings, most pages of the round]
         """
         lengths = self.round_lengths(index)
@@ -132,14 +131,14 @@ class ReadingWave:
         return np.where(places < lengths[:, None], np.take_along_axis(values, columns, axis=1), behind)
 
     def round_pages(self, part: int, index: int) -> NDArray[np.int64]:
-        """What one reading reads in a round."""
+        """The pages that one reading reads in a round."""
         return self.readings[part].pages[self.ends[index, part] : self.ends[index + 1, part]]
 
 
 def round_ends(readings: Sequence[Reading], room_pages: int | None = None) -> NDArray[np.int64]:
     """How many pages each reading has read before each round, and in the end.
 
-    The first rounds are as large as the readings have them and the room lets them be, the rest go by microbatches.
+    A reading's first round is as large as it wants, split if room is short. Each later round is one microbatch.
 
     room_pages   as in `ReadingWave.of`
     returns      [rounds + 1, readings]
@@ -159,9 +158,9 @@ def round_ends(readings: Sequence[Reading], room_pages: int | None = None) -> ND
 
 
 def kept_share(lse: Tensor, log_rest: Tensor) -> float:
-    """P_acc (line 16) of the head of a group that has least of its weight read.
+    """P_acc (line 16) of the head of a group that has read the least of its weight.
 
     lse        [group]   of everything read, the retained set included
-    log_rest   [group]   of what is unread
+    log_rest   [group]   of the unread pages
     """
     return float(torch.sigmoid(lse.double() - log_rest.double()).nan_to_num(nan=0.0).min())

@@ -1,8 +1,8 @@
-"""Which slot each running request has: policies that keep state of a request beside its KV cache keep it by slot.
+"""Slots of running requests: policies that keep state per request in addition to the KV cache keep it by slot.
 
-A KV block may be shared by requests, so what is of one request cannot lie there. A slot is a small number that is given
-when a request is first seen, is its own until the request is released, and is then given again. Layers hold their
-states in arrays by slot and free a state when they are told; so nothing of a request outlives it, and there are never
+Requests may share a KV block, so one request's state cannot lie there. A slot is a small number. A request gets one
+when it is first seen and owns it until it is released; then the slot may go to another request. Layers hold their
+states in arrays by slot and free a state when they are told to. So no state outlives its request, and there are never
 more slots than requests that ran at one time.
 """
 
@@ -17,22 +17,21 @@ from vllm_hybrid_sparse.errors import KernelError
 
 
 class SlotStates(Protocol):
-    """What keeps states by slot: one for each layer."""
+    """Keeps states by slot; there is one for each layer."""
 
     def release(self, slot: int) -> None:
         """Free the state of the slot; it may have none."""
 
 
 class RequestSlots:
-    """The slots of one process. Its one writer is the thread that runs the steps."""
+    """The slots of one process. Only the thread that runs the steps writes them."""
 
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}
         self._free: list[int] = []  # a heap: the lowest is given first
         self._holders: list[SlotStates] = []
-        self._tokens: dict[
-            int, int
-        ] = {}  # by slot: of the sequence that the layers' states are for, once the step is done
+        # By slot: how many tokens of the request the layers' states are for, once the step is done.
+        self._tokens: dict[int, int] = {}
         self._batch_ids: Callable[[], Sequence[str]] = list
 
     def follow(self, batch_ids: Callable[[], Sequence[str]]) -> None:
@@ -40,16 +39,16 @@ class RequestSlots:
         self._batch_ids = batch_ids
 
     def of_batch(self, requests: int) -> Tensor:
-        """The slots of the step's requests, of which there must be so many. KernelError where it names others."""
+        """The slots of the step's requests. KernelError if their number is not `requests`."""
         request_ids = self._batch_ids()
         if len(request_ids) != requests:
             raise KernelError(f"requests={requests}: the step's batch names {len(request_ids)}")
         return self.of(request_ids)
 
     def advance(self, slots: Tensor, seq_lens: Tensor, query_lens: Tensor) -> Tensor:
-        """Say once of a step how long its requests are, for a runtime that has to know which of them have a state.
+        """Record the lengths of a step's requests, once a step, and say which requests have a state that fits.
 
-        slots, seq_lens, query_lens   [requests] int32   tokens of each request, and of them those of the step
+        slots, seq_lens, query_lens   [requests] int32   tokens of each request, and how many of them are the step's
         returns                       [requests] bool    whether the request's state is for the tokens before the step's
         """
         follows = []
@@ -60,11 +59,11 @@ class RequestSlots:
         return torch.tensor(follows, dtype=torch.bool)
 
     def attach(self, holder: SlotStates) -> None:
-        """Have `holder` told of every release from now on."""
+        """Tell `holder` of every release from now on."""
         self._holders.append(holder)
 
     def of(self, request_ids: Sequence[str]) -> Tensor:
-        """The slots of requests, new ones where they have none.
+        """The slots of requests. A request without one gets a new one.
 
         returns   [requests] int32, on the CPU; empty for none
         """

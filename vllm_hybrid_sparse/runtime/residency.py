@@ -1,10 +1,13 @@
-"""Decode rows whose whole context lies in device memory, which the device then attends to by itself.
+"""Resident rows: decode rows whose whole context lies in device memory, so that the device attends to them by itself.
 
-Such a row costs the host nothing but its launches: it is neither scored nor ranked, no slot is looked up, and nothing
-waits for the device. All of it is read, which is exact; at a device's own bandwidth a choice would cost more than it
-spares. A row whose blocks do not all have frames is a row of two tiers as before, and where there is room its blocks
-enter frames behind the step's attention, layer by layer, so that it is resident once they have arrived: in the next
-step where they are few, and else when the copy is done, for which no step waits (`entrance.py`).
+Such a row costs the host only its launches: it is neither scored nor ranked, no slot is looked up, and nothing waits
+for the device. All of it is read, which is exact; at a device's own bandwidth a choice would cost more than it saves.
+
+A row whose blocks do not all have frames stays two-tier or ranked. If there is room, its blocks enter frames behind the
+step's attention, layer by layer (`entrance.py`). If they are few, the next step waits for the copies, and the row is
+resident in it. If they are many, they are copied in the background, and the row is resident once that is done. No step
+waits for these copies themselves. But if the host ranks, they share the loader's one thread and queue with the loads of
+two-tier rows, so a step with such rows may wait after all.
 """
 
 import logging
@@ -28,11 +31,11 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 logger = logging.getLogger(__name__)
 
 IDLE_STEPS = 64
-"""Steps for which the blocks of requests that ended keep their frames while a row waits that would not fit with them
-gone: then their slots serve the rows of two tiers. Reckoned, not measured."""
+"""If a row waits for frames, and those of ended requests would not be enough, the blocks of these requests keep
+their frames for this many steps. Then their slots serve single pages of the other rows. Estimated, not measured."""
 
 AWAITED_BYTES = 32 << 20
-"""Of blocks that enter frames in one step and are waited for by the next: 0.6 ms over PCIe 5. Reckoned, not
+"""The most bytes that enter frames in one step and that the next step waits for: 0.6 ms over PCIe 5. Calculated, not
 measured."""
 
 
@@ -42,11 +45,11 @@ class ResidentRows(StepRows):
 
     NUMBERS: ClassVar = ("longest",)
 
-    longest: int  # seq_lens are at most that
+    longest: int  # upper bound of seq_lens
     frames: Tensor  # [rows, blocks] int32
     new_frames: Tensor  # [rows] int32: where each new token is stored …
     new_places: Tensor  # [rows] int32: … and its place in the block
-    ready: Mark | None  # behind what filled the frames, which the queue that reads them follows; None: they are filled
+    ready: Mark | None  # behind the copies to the frames; what reads them must follow it. None: they are filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,9 @@ class StepResidency:
     """How a step's decode rows are divided."""
 
     resident: NDArray[np.bool_]  # [rows]
-    rows: ResidentRows | None  # None: none is
-    entering: Entering | None  # None: no blocks do
-    ranked: tuple[RankedRows, ...] | None = None  # all others, where the device chooses their pages by itself
+    rows: ResidentRows | None  # None: there are none
+    entering: Entering | None  # None: no blocks enter
+    ranked: tuple[RankedRows, ...] | None = None  # all other rows, if the device ranks
 
 
 Divide = Callable[[Sequence[int], Sequence[Tensor], Sequence[int], Sequence[int]], StepResidency | None]
@@ -64,20 +67,20 @@ Divide = Callable[[Sequence[int], Sequence[Tensor], Sequence[int], Sequence[int]
 
 
 class SlotRuns(Protocol):
-    """Who has the pool's slots: a `Loader`, or the device's own directory."""
+    """The owner of the pool's slots: a `Loader`, or the device's own directory."""
 
     def set_aside(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
-        """Take runs of slots out of use for frames; which of them were taken."""
+        """Take runs of slots out of use for frames. Returns which of them were taken."""
 
     def give_back(self, firsts: NDArray[np.int32], length: int) -> None:
-        """Have such runs in use again."""
+        """Put such runs back into use."""
 
 
 class Residency:
-    """Which rows are resident. For the step's thread alone.
+    """Which rows are resident. Only for the step's thread.
 
-    A row keeps its frames as long as it decodes and there is a frame for its next block; what ended requests leave
-    stays, for a request with the same prefix, until the frames are needed.
+    A row keeps its frames as long as it decodes and there is a frame for its next block. Blocks of ended requests keep
+    theirs, for a request with the same prefix, until the frames are needed.
     """
 
     def __init__(
@@ -90,9 +93,9 @@ class Residency:
     ) -> None:
         """No block has a frame.
 
-        sources       every layer's host store, all laid out alike
-        most_frames   1 or more: no more frames are made at a time
-        slots         who gives slots for frames; None: the loader's pool
+        sources       every layer's host store; all have the same layout
+        most_frames   the most frames that there are at a time, 1 or more
+        slots         gives slots for frames; None: the loader
         """
         self.shape = shape
         self._sources, self._most_frames = sources, most_frames
@@ -102,16 +105,16 @@ class Residency:
         self._frames = [(shape.view(pool.key, layer), shape.view(pool.value, layer)) for layer in range(shape.layers)]
         self._all_frames = loader.pool.shape.capacity_pages // shape.slots
         self._blocks = BlockFrames(sources[0].num_pages // shape.pages_per_block, self._all_frames)
-        self._unused = list(range(self._all_frames))  # those whose slots serve single pages; the last is taken first
+        self._unused = list(range(self._all_frames))  # frames whose slots serve single pages; the last is taken first
         self._step = 0
         self._entrance = Entrance(loader, shape, sources)
         page_bytes = 2 * pool.key[0].numel() * pool.key.element_size()
         self._most_awaited = max(1, AWAITED_BYTES // (shape.slots * page_bytes))  # blocks
-        self._last_awaited = False  # of what entered last
+        self._last_awaited = False  # whether the next step waited for what entered last
 
     @property
     def failures(self) -> list[Exception]:
-        """Of loads, until they are reported."""
+        """Failed copies, until they are reported."""
         return self._entrance.failures
 
     @property
@@ -129,7 +132,7 @@ class Residency:
         return self.shape.pages_per_block * PAGE_TOKENS
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Blocks of the host store that are written other than by resident rows: their frames hold something else."""
+        """Take the frames from blocks of the host store that something other than resident rows writes."""
         self._drop(np.array(blocks, dtype=np.int64))
 
     def divide(
@@ -137,10 +140,10 @@ class Residency:
     ) -> StepResidency:
         """Say which decode rows of a step are resident, and which blocks are to enter behind its attention.
 
-        Blocks that the step's prompts write are forgotten before.
+        Before this, `forget` is called for blocks that the step's prompts write.
 
         tokens     [rows]            of the step's batch
-        tables     [rows][blocks]    of their requests, maybe with more blocks behind
+        tables     [rows][blocks]    of their requests; may have more blocks behind
         seq_lens   [rows]            tokens of the requests, the new one included
         """
         self._step += 1
@@ -152,25 +155,25 @@ class Residency:
         ]
         resident = self._resident(blocks, seq_lens)
         tiered = [of_row for of_row, stays in zip(blocks, resident.tolist(), strict=True) if not stays]
-        # Their new tokens are stored in the host store alone.
+        # Their new tokens are stored only in the host store.
         self._drop(np.array([of_row[-1] for of_row in tiered], dtype=np.int64))
         entering = self._enter(tiered)
         rows = self._rows(np.flatnonzero(resident).tolist(), tokens, blocks, seq_lens) if resident.any() else None
         return StepResidency(resident, rows, entering)
 
     def enter(self, layer: int, entering: Entering, after: Mark | None = None) -> None:
-        """Have a step's blocks enter their frames in one layer, whose host store holds the step's tokens by now.
+        """Copy a step's entering blocks to their frames in one layer, whose host store holds the step's tokens by now.
 
-        after   behind what stores them and what still reads the frames; None: nothing does
+        after   behind what stores these tokens and what still reads the frames; None: nothing does
         """
         self._entrance.enter(layer, entering, after)
 
     def _lacking(self, blocks: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which blocks have no frame, or one that they have not arrived in."""
+        """Which blocks have no frame, or have not arrived in theirs."""
         return (self._blocks.frames_of(blocks) < 0) | self._entrance.under_way(blocks)
 
     def _drop(self, blocks: NDArray[np.int64]) -> None:
-        """Forget blocks, whose frames others may have; what is still on its way to them is waited for."""
+        """Free the frames of blocks. Waits for copies that are still on their way there."""
         if self._entrance.under_way(blocks).any():
             self._settle(wait=True)
         self._blocks.drop(blocks)
@@ -179,14 +182,14 @@ class Residency:
         self._blocks.drop(self._entrance.settle(wait=wait))
 
     def _resident(self, blocks: Sequence[NDArray[np.int64]], seq_lens: Sequence[int]) -> NDArray[np.bool_]:
-        """Which rows have frames for all of their blocks, one given to a block that begins with this step's token."""
+        """Which rows have frames for all of their blocks. A block that begins with this step's token is given one."""
         begins = [seq_len % self.block_tokens == 1 for seq_len in seq_lens]
         whole = [of_row[: len(of_row) - begin] for of_row, begin in zip(blocks, begins, strict=True)]
         resident = np.array([not self._lacking(of_row).any() for of_row in whole], dtype=np.bool_)
         self._use(whole, resident)
         for row in np.flatnonzero(resident & np.array(begins, dtype=np.bool_)).tolist():
             tail = blocks[row][-1:]
-            self._drop(tail)  # of a request that had the block before
+            self._drop(tail)  # from the request that had the block before
             if not self._give(tail):
                 resident[row] = False
                 self._blocks.use(whole[row], self._step - 1)  # others may have its frames
@@ -200,11 +203,11 @@ class Residency:
     def _enter(self, blocks: Sequence[NDArray[np.int64]]) -> Entering | None:
         """Give frames to the blocks of rows that are not resident, for as many rows as there is room.
 
-        Where much lacks of a row its last block, which changes until it is full, waits for the others.
+        If a row lacks many blocks, its last one, which changes until it is full, enters after the others.
         """
         busy = len(self._entrance.blocks) > 0
         few = [int(self._lacking(of_row).sum()) <= self._most_awaited for of_row in blocks]
-        awaited = any(few) and (all(few) or not self._last_awaited)  # in turns, where there are both
+        awaited = any(few) and (all(few) or not self._last_awaited)  # in turns, if there are both
         entering, waits = [np.empty(0, dtype=np.int64)], False
         for of_row, is_few in zip(blocks, few, strict=True):
             if len(of_row) > self._most_frames:
@@ -232,7 +235,7 @@ class Residency:
         return begun
 
     def _give(self, blocks: NDArray[np.int64]) -> bool:
-        """Give frames to blocks that have none, all or none of them, from slots of single pages where need be."""
+        """Give frames to blocks that have none, to all or none of them. Takes slots of single pages if need be."""
         room = min(self._most_frames - (self._all_frames - len(self._unused)), len(self._unused))
         if self._blocks.available(self._step) + room < len(blocks):
             return False
@@ -242,7 +245,7 @@ class Residency:
         return self._blocks.give(blocks, self._step)
 
     def _set_aside(self, count: int) -> None:
-        """Have further frames, but for those in which a page is read at the moment."""
+        """Make further frames, except those in which a page is being read."""
         numbers = [self._unused.pop() for _ in range(count)]
         firsts = np.array(numbers, dtype=np.int32) * np.int32(self.shape.slots)
         taken = self._slots.set_aside(firsts, self.shape.slots).tolist()
@@ -250,11 +253,11 @@ class Residency:
         self._unused += [number for number, had in zip(numbers, taken, strict=True) if not had]
 
     def _give_back(self) -> None:
-        """Let single pages have the slots of frames that nobody has used lately."""
+        """Let single pages have the slots of frames that were not used lately."""
         numbers = self._blocks.give_up(self._step - IDLE_STEPS)
         if numbers:
             firsts = np.array(numbers, dtype=np.int32) * np.int32(self.shape.slots)
-            if self._entrance.ready is not None:  # of a request that ended before its copies to them were done
+            if self._entrance.ready is not None:  # a request may end before the copies to its frames are done
                 current_queue(self._tensors.device).follow(self._entrance.ready)
             self._slots.give_back(firsts, self.shape.slots)
             self._unused += numbers

@@ -1,8 +1,8 @@
-"""HGCA's decode rows on two tiers: the device attends the dense window, the host what is packed, at the same time.
+"""Two-tier rows under HGCA: the device attends the dense window while the host attends the packed entries.
 
-Queries go to host memory, tasks for the packed entries to the native pool, and the states are merged by their
-log-sum-exp (HGCA, section 3.3). The window's scores come back with them, for the moving averages that decide what is
-packed when it leaves the window (Algorithm 1).
+Queries go to host memory, and tasks for the packed entries to the native pool. The states are merged by their
+log-sum-exp (HGCA, section 3.3). The window's scores come back with its state, for the moving averages that decide what
+is packed when it leaves the window (Algorithm 1).
 """
 
 import time
@@ -40,7 +40,7 @@ class SalientRows:
         output: Tensor,
         output_rows: Sequence[int],
     ) -> None:
-        """Attend with the batch's decode rows, whose keys and values are stored.
+        """Compute the attention of the batch's decode rows, whose keys and values are stored.
 
         query         [tokens, q_heads, head_dim]   of the step, in host memory
         layer         the state of the requests in this layer, for the tokens before the rows
@@ -59,7 +59,7 @@ class SalientRows:
             packed = attend_packed(self._attention, layer, batch.slots, step.queries)
         finally:
             host_busy_s = time.perf_counter() - host_started
-            retained = step.finish(attending)  # nothing of this step may still run when it has failed
+            retained = step.finish(attending)  # if this step fails, nothing of it may still run
         states = step.rows.states
         window_lse = states.shown_lse.clone()
         hosted = _by_group(step, packed)
@@ -78,7 +78,7 @@ class SalientRows:
         self._tier.count(retained.stats + on_host, self._read(lengths, sum(window), packed.pages))
 
     def _read(self, lengths: Sequence[int], window_pages: int, packed_pages: int) -> DecodeStats:
-        """How much of the cache the rows read; `window_pages` of one KV head, `packed_pages` of all."""
+        """How much of the cache the rows read; `window_pages` counts one KV head, `packed_pages` all."""
         kv_heads, page_bytes = self._tier.kv_heads, self._attention.layout.page_bytes
         pages = kv_heads * sum(-(-seq_len // PAGE_TOKENS) for seq_len in lengths)
         read = kv_heads * window_pages + packed_pages
@@ -92,7 +92,7 @@ class SalientRows:
 
 
 def _by_group(step: DecodeRows, packed: PackedState) -> dict[GroupKey, HostState]:
-    """The packed entries' states of the groups that have some."""
+    """The packed entries' states, for groups that have such entries."""
     heads = step.rows.states.heads
     nothing = torch.empty(0)  # no page of them is judged
     return {

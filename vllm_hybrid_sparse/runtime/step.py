@@ -1,7 +1,7 @@
-"""One step of one layer on two tiers: what is stored, prompts, and decode rows by the policy.
+"""One step of one layer with a device: what is stored, prompts, and decode rows by the policy.
 
-The host store stays the truth. The native core appends to it, computes prefill rows and summaries as it does without a
-device; decode rows are left to the executors of the policies.
+The host store stays the truth. The native core appends to it, and computes prefill rows and summaries as it does
+without a device. Decode rows are left to the policies' executors.
 """
 
 from collections.abc import Sequence
@@ -59,8 +59,8 @@ class TieredLayer:
 
         The arguments are those of `NativeAttention.forward`.
 
-        device_output   where the decode rows' attention goes instead of to `output`: a tensor where the device gives
-                        it, and its row for each decode row
+        device_output   where the decode rows' attention goes instead of to `output`: a tensor that the device writes,
+                        and its row for each decode row
         """
         self._attention.forward(query, key, value, kv_cache, batch.native, self._selection, None, output, hgca, fluxion)
         layer = self._tier.layer_of(kv_cache)
@@ -95,7 +95,7 @@ class TieredLayer:
     def _attend_resident(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, rows: ResidentRows, output: Tensor
     ) -> None:
-        """The rows that the device reads by itself, where their tensors lie in host memory."""
+        """Compute resident rows whose tensors lie in host memory."""
         assert self._tier.residency is not None
         frames = self._tier.residency.frames(layer)
         if key is not None and value is not None:
@@ -104,9 +104,9 @@ class TieredLayer:
         self._tier.device.attend_frames(query, frames, rows, output, self._attention.scale)
 
     def _write_through(self, key: Tensor, value: Tensor, layer: int, batch: TieredBatch) -> None:
-        """Keep the pool true: pages that prefill has written are dropped, a decode row's token is written there too.
+        """Keep the pool true: drop pages that prefill has written, and write a decode row's token to the pool as well.
 
-        Where the device ranks, it is told of written pages once a step, and needs codes of those that may be full.
+        If the device ranks, it is told of written pages once a step, and gets codes here for those that may be full.
         """
         if self._tier.ranking is not None:
             rows = [*batch.ranked, *([] if batch.resident is None else [batch.resident])]
@@ -126,7 +126,7 @@ class TieredLayer:
             ).result()
 
     def drop_pages(self, layer: int, pages: Sequence[int]) -> None:
-        """Have the pool forget pages of the host store, of all KV heads of a layer, that are written."""
+        """Drop written pages of the host store from the pool, for all KV heads of a layer."""
         if pages:
             numbers = page_numbers(layer, self._kv_heads, np.array(pages, dtype=np.int64)[:, None])
             self._tier.loader.forget(numbers).result()

@@ -1,4 +1,4 @@
-"""Decode rows that a device computes by itself: what a step says of them once, the same for all layers."""
+"""Decode rows that a device computes by itself: a step's data on them, the same for all layers."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from vllm_hybrid_sparse.memory.step_tensors import StepTensors
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 _LEAST_ROOM = 16
-_ROOMS = 8  # from one power of two to the next
+_ROOMS = 8  # values from one power of two to the next
 
 
 def room_for(number: int) -> int:
-    """A number that is as much or somewhat more, of which there are few: launches for it serve many steps.
+    """Round a number up to one of few values, so that launches for it serve many steps.
 
-    0 for 0; else at most an eighth more, or 16.
+    0 stays 0. Any other becomes at most an eighth larger, or the next multiple of 16.
     """
     above = 1 << max(0, number - 1).bit_length()  # the next power of two
     step = max(_LEAST_ROOM, above // (2 * _ROOMS))
@@ -29,12 +29,12 @@ def room_for(number: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Which rows they are, and where their new tokens are stored. Tensors lie on the device, until the next step."""
+    """The rows, and where their new tokens are stored. Tensors lie on the device, valid until the next step."""
 
-    NUMBERS: ClassVar[tuple[str, ...]] = ()  # of a subclass, which launches depend on
+    NUMBERS: ClassVar[tuple[str, ...]] = ()  # fields of a subclass that launches depend on
 
-    held: Hashable  # where their tensors lie, and of what shapes
-    tokens: tuple[int, ...]  # of the step's batch, those that the rows are
+    held: Hashable  # where the tensors lie, and their shapes
+    tokens: tuple[int, ...]  # the rows' tokens in the step's batch
     seq_lens: tuple[int, ...]  # of their requests, the new token included
     filled_pages: tuple[int, ...]  # of the host store, those that the new tokens fill
     index: Tensor  # [rows] int64: `tokens`
@@ -54,14 +54,14 @@ class StepRows:
         own: Mapping[str, NDArray[Any]],
         **numbers: Any,
     ) -> Self:
-        """One row or more.
+        """Upload the data of one row or more.
 
         tokens        [rows]   of the step's batch
         last_blocks   [rows]   those that the new tokens lie in
         seq_lens      [rows]   tokens of the requests, the new one included
-        source        of any layer: all are laid out alike
-        tensors       where the rows' tensors are, by this name and `own`, tensors of a subclass
-        numbers       what else a subclass has
+        source        of any layer: all have the same layout
+        tensors       uploads the rows' tensors under `name`, together with `own`, the tensors of a subclass
+        numbers       other fields of a subclass
         """
         lengths = np.array(seq_lens, dtype=np.int32)
         in_block = (lengths - 1) % (source.pages_per_block * PAGE_TOKENS)
@@ -84,18 +84,18 @@ class StepRows:
         )
 
     def launch_key(self, layer: int, *tensors: Tensor) -> Hashable:
-        """What launches for these rows of a layer depend on, with tensors of the step's tokens."""
+        """Everything that launches for these rows of a layer depend on; `tensors` are of the step's tokens."""
         numbers = [getattr(self, name) for name in self.NUMBERS]
         places = [(tensor.data_ptr(), tensor.stride(0)) for tensor in tensors]
         return layer, self.held, self.tokens[0] if self.together else None, *numbers, *places
 
     @property
     def together(self) -> bool:
-        """Whether they follow one another in the batch, in their order."""
+        """Whether the rows follow one another in the batch, in order."""
         return self.tokens == tuple(range(self.tokens[0], self.tokens[0] + len(self.tokens)))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor of the step's tokens; where they are `together`, in place."""
+        """The rows of a tensor of the step's tokens; in place if they are `together`."""
         return tensor[self.tokens[0] : self.tokens[-1] + 1] if self.together else tensor[self.index]
 
 
@@ -108,7 +108,7 @@ class RankedRows(StepRows):
     blocks: Tensor  # [rows, blocks] int32, of each row's request
     candidates: Tensor  # [rows] int32
     budgets: Tensor  # [rows] int32, how many of them may be read
-    retained: Tensor  # [rows, kv_heads] int32, pages that are read whatever the candidates
-    most_retained: int  # of all rows at most, as `room_for` has it, and so are those that follow
+    retained: Tensor  # [rows, kv_heads] int32, pages that are always read
+    most_retained: int  # the most of any row, rounded up by `room_for`; likewise below
     most_candidates: int
     most_budget: int

@@ -1,4 +1,4 @@
-"""The requests of one step on two tiers: what the native core computes, and the decode rows."""
+"""The requests of one step with a device: what the native core computes, and the decode rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,18 +20,18 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 class TieredBatch:
     """One step's batch, divided once for all layers."""
 
-    native: NativeBatch  # of all; decode rows have a length of 0 there, so that they are appended and not attended
-    rows: tuple[int, ...]  # decode rows, but for those that the device computes alone: their query tokens in the batch
-    seq_lens: tuple[int, ...]  # of the decode rows' requests, the new token included
+    native: NativeBatch  # all requests; decode rows have length 0 here, so they are appended but not attended
+    rows: tuple[int, ...]  # query tokens of the two-tier rows, in the batch
+    seq_lens: tuple[int, ...]  # of the two-tier rows' requests, the new token included
     block_tables: Tensor  # [rows, blocks] int32
-    stored: NativeBatch  # of the decode rows, once their tokens are stored
+    stored: NativeBatch  # of the two-tier rows, once their tokens are stored
     new_slots: tuple[int, ...]  # where each row's token is stored: block * block_tokens + offset; negative: nowhere
-    written_pages: tuple[int, ...]  # pages of the host store that the other rows' tokens are stored in
+    written_pages: tuple[int, ...]  # pages of the host store that anything but decode rows writes
     resident: ResidentRows | None = None  # decode rows that the device reads by itself
     ranked: tuple[RankedRows, ...] = ()  # decode rows whose pages the device chooses by itself
-    entering: Entering | None = None  # blocks that the device is to hold from the next step on
+    entering: Entering | None = None  # blocks that enter frames behind this step's attention
     slots: tuple[int, ...] = ()  # where a layer keeps the state of each row's request, if it does
-    # By what is read, the waves of parts that all layers read alike: the first one puts them here (`decode_rows.py`).
+    # By name, the waves of parts that all layers read alike; the first layer puts them here (`decode_rows.py`).
     waves: dict[str, list[ReadingWave]] = field(default_factory=dict)
 
     @classmethod
@@ -49,9 +49,9 @@ class TieredBatch:
     ) -> Self:
         """Check and divide. The arguments and errors are those of `NativeBatch.from_tensors`.
 
-        decode_mask     under HGCA only of requests whose state is for the tokens before the new one
-        written_pages   pages of the host store that something else than the batch's tokens is stored in
-        divide          says which decode rows are resident; None: none is
+        decode_mask     under HGCA only for requests whose state is for the tokens before the new one
+        written_pages   pages of the host store that something other than the batch's tokens writes
+        divide          says which decode rows are resident or ranked; None: none is
         """
         NativeBatch.from_tensors(query_start_loc, seq_lens, block_table, slot_mapping, decode_mask, slots)
         decodes = decode_mask.bool() & (query_start_loc.diff() == 1)

@@ -1,4 +1,4 @@
-"""The device tier of one worker process: its pool, the threads that serve it, and what it was good for."""
+"""The device tier of one worker process: its pool, the threads that serve it, and their statistics."""
 
 import logging
 import math
@@ -37,15 +37,15 @@ logger = logging.getLogger(__name__)
 THREAD_NAME = "hybrid-sparse-launcher"
 
 _MOST_DIRECTORY_SHARE = 0.5
-"""Of the device memory that profiling leaves, what codes and places of all pages may take. Reckoned: with key codes of
-two bits, 7.8 % of the KV bytes, the host store is then at most six times the pool."""
+"""The most that codes and entries of all pages may take of the device memory that profiling leaves. Calculated: with
+key codes of two bits, 7.8 % of the KV bytes, the host store is then at most six times the pool."""
 
 
 class DeviceTier:
-    """Made once the KV memory is there: one pool for all layers that store keys, in the order of `kv_caches`.
+    """One pool for all layers that store keys, in the order of `kv_caches`. Made once the KV memory is there.
 
-    Everything but `take_stats` and `close` is called by the thread that runs the steps. Raises ConfigError where the
-    pool cannot hold what one group needs, or the layers' pages differ.
+    The thread that runs the steps calls everything but `take_stats` and `close`. Raises ConfigError if the pool cannot
+    hold what one group needs.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class DeviceTier:
 
         kv_caches      one a layer, as `NativeAttention.forward` takes them; one that two layers share counts once
         attention      the kernel of all these layers
-        device         of a CUDA device: where its slots lie; with it the kernels run there, in CPU memory interpreted
-        device_bytes   of a CUDA device: memory for the slots, where the settings do not number them
+        device         CUDA only: where the slots lie and the kernels run; in CPU memory they are interpreted
+        device_bytes   CUDA only: memory for the slots, if the settings do not give their number
         """
         self.settings = settings
         self._layer_of = {address: layer for layer, address in enumerate(_addresses(kv_caches))}
         stored_pages = (
             sum(len(kv_cache) for kv_cache in kv_caches) * attention.num_kv_heads * attention.layout.pages_per_block
         )
-        # More slots than pages hold nothing; where every block has a frame, the rest serves single pages.
+        # More slots than pages would stay empty. If every block has a frame, the other slots serve single pages.
         useful_pages = math.ceil(stored_pages / (settings.device_resident_share or 1.0))
         self._layout = BlockLayout(
             dtype=DTYPE_NAMES[attention.dtype],
@@ -108,10 +108,10 @@ class DeviceTier:
         self.failures = 0  # loads that failed since the start
 
     def _may_rank(self, device: torch.device | None, stored_pages: int, device_bytes: int) -> bool:
-        """Whether the device is to choose pages by itself, and has the memory that this takes."""
+        """Whether the device is to choose pages by itself, and has the memory for that."""
         if self.settings.device_ranking != "device":
             return False
-        if device is None:  # in host memory, of which there is enough
+        if device is None:  # in host memory, which is enough
             return True
         needed = self._directory_bytes(stored_pages)
         if self.settings.device_pool_pages is None and needed > _MOST_DIRECTORY_SHARE * device_bytes:
@@ -126,12 +126,12 @@ class DeviceTier:
         return True
 
     def _directory_bytes(self, stored_pages: int) -> int:
-        """Device memory that the ranking takes beside the slots: codes and an entry of the directory for each page."""
+        """Device memory that ranking takes in addition to the slots: codes and a directory entry for each page."""
         code_bytes = self._layout.summary_bytes if self.settings.selection.ranked else 0
         return stored_pages * (code_bytes + torch.int32.itemsize)
 
     def _residency(self, sources: Sequence[HostPages], least: int) -> Residency | None:
-        """What keeps whole blocks on the device; None where the settings have none, or there is no room for one."""
+        """What keeps whole blocks on the device; None if the settings ask for none, or not one block fits."""
         share = self.settings.device_resident_share
         if not share:
             return None
@@ -158,7 +158,7 @@ class DeviceTier:
         return self.pool.layer_slots // group_pages(self.settings)
 
     def layer_of(self, kv_cache: Tensor) -> int:
-        """The number of the layer that stores its keys there. KernelError where it is none of the tier's."""
+        """The number of the layer that stores its keys in `kv_cache`. KernelError if it is none of the tier's."""
         layer = self._layer_of.get(kv_cache.data_ptr())
         if layer is None:
             raise KernelError("kv_cache: is none of those that the device tier was made for")
@@ -172,7 +172,7 @@ class DeviceTier:
         return self._sources[layer]
 
     def forget_blocks(self, blocks: Sequence[int]) -> None:
-        """Drop all pages of blocks, in every layer, that something else than a step has written or is about to."""
+        """Drop all pages of blocks, in every layer, that something other than a step has written or is about to."""
         of_block = self._layout.pages_per_block
         if not blocks:
             return
@@ -188,9 +188,9 @@ class DeviceTier:
     def divide(
         self, tokens: Sequence[int], tables: Sequence[Tensor], seq_lens: Sequence[int], written_pages: Sequence[int]
     ) -> StepResidency | None:
-        """Say which decode rows of a step the device reads by itself; None where it never does. Once a step.
+        """Say which decode rows of a step the device computes by itself; None if it never does. Call it once a step.
 
-        The arguments are those of `Residency.divide`; written_pages are of the host store, those that something else
+        The arguments are those of `Residency.divide`. `written_pages` are pages of the host store that something other
         than decode rows writes in this step.
         """
         divided = self._divide(tokens, [table.numpy() for table in tables], seq_lens, written_pages)
@@ -228,7 +228,7 @@ class DeviceTier:
         return replace(divided, ranked=ranked)
 
     def _count_divided(self, divided: StepResidency) -> None:
-        """Count rows that the device computes by itself; of ranked ones, what they read is known later."""
+        """Count rows that the device computes by itself. What ranked rows read is known later."""
         every = self.kv_heads * len(self._layer_of)  # all layers read alike
         of_rows = [] if divided.rows is None else divided.rows.seq_lens
         groups, pages = len(of_rows) * every, sum(-(-seq_len // PAGE_TOKENS) for seq_len in of_rows) * every
@@ -270,7 +270,7 @@ class DeviceTier:
         )
 
     def _count_reading(self) -> None:
-        """Count what ranked rows have read, as far as it is known by now."""
+        """Count what ranked rows have read, as far as it is known."""
         if self.ranking is None:
             return
         numbers = self.ranking.take_numbers()
@@ -297,12 +297,12 @@ class DeviceTier:
         )
 
     def count(self, tiers: TierStats, decode: DecodeStats) -> None:
-        """Add what a layer's step did."""
+        """Add the counts of a layer's step."""
         self._stats += tiers
         self._decode_stats += decode
 
     def report_failure(self, error: Exception) -> None:
-        """Log the first failed load; all are counted, and the host does what they were for."""
+        """Log the first failed load, and count all. The host attends to the pages that they were for."""
         if not self.failures:
             logger.warning("hybrid_sparse: %s; the host attends to these pages, and later failures are counted", error)
         self.failures += 1
@@ -324,7 +324,7 @@ class DeviceTier:
         return stats
 
     def close(self) -> None:
-        """End all threads; what they were asked for is finished first. A second call does nothing."""
+        """End all threads, after they finish what they were asked for. A second call does nothing."""
         self.launcher.shutdown(wait=True)
         self.device.close()
         self.loader.close()
@@ -337,7 +337,7 @@ class DeviceTier:
 
 
 def open_device(shape: PoolShape, device: torch.device | None) -> tuple[DevicePool, Device]:
-    """A pool and what attends to its slots: the emulated device, or a CUDA one whose slots lie on `device`."""
+    """A pool and the device that attends to its slots: emulated, or CUDA with the slots on `device`."""
     if device is None:
         pool = DevicePool(shape)
         return pool, EmulatedDevice(pool)
@@ -351,7 +351,7 @@ def open_device(shape: PoolShape, device: torch.device | None) -> tuple[DevicePo
 def open_ranking(
     settings: HybridSparseConfig, pool: DevicePool, sources: Sequence[HostPages], head_dim: int
 ) -> DeviceRanking:
-    """What chooses the pages of decode rows on the device that the pool's slots lie on."""
+    """The ranking of decode rows on the device that the pool's slots lie on."""
     kernels: RankingKernels = plain_ranking
     if settings.device == "cuda":
         from vllm_hybrid_sparse.runtime import gpu_ranking  # noqa: PLC0415  (Triton, which only this device needs)
@@ -368,7 +368,7 @@ def open_ranking(
 
 
 def check_pool_pages(settings: HybridSparseConfig, pages: int, layers: int) -> int:
-    """The least slots that a pool for so many layers may have; ConfigError where it has fewer."""
+    """The fewest slots that a pool for this many layers may have. ConfigError if it has fewer."""
     unified = settings.device_pool == "unified"
     least = group_pages(settings) * (1 if unified else layers)
     if pages < least:
@@ -381,7 +381,7 @@ def check_pool_pages(settings: HybridSparseConfig, pages: int, layers: int) -> i
 
 
 def group_pages(settings: HybridSparseConfig) -> int:
-    """Slots that one group needs while it is read: of the microbatch that is attended and of the one that is loaded."""
+    """Slots that one group needs while it is read: for the microbatch being attended and the one being loaded."""
     return settings.selection.pages_in_flight
 
 

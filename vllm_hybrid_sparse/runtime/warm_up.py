@@ -8,21 +8,25 @@ import torch
 
 from vllm_hybrid_sparse.kernels.copy.gpu import TokenFrames, load_pages, store_pages, store_tokens
 from vllm_hybrid_sparse.kernels.frame_attention.gpu import attend_frames
+from vllm_hybrid_sparse.kernels.merge.choice import choose_merge
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.kernels.verify.gpu import verify
+from vllm_hybrid_sparse.kernels.verify.progress import Progress
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.runtime.ranking import DeviceRanking
 from vllm_hybrid_sparse.runtime.residency import Residency
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
-from vllm_hybrid_sparse.values import PAGE_TOKENS
+from vllm_hybrid_sparse.values import PAGE_TOKENS, SelectionSpec
 
 _CANDIDATES = 64  # pages, of the context that is made up
 
 
 @torch.inference_mode()
 def warm_up(tier: DeviceTier, attention: NativeAttention, source: HostPages) -> None:
-    """Launch what filled pages, ranked and resident rows launch, for one row of a context that nobody has.
+    """Launch the kernels of filled pages, a prompt's later chunks, ranked and resident rows, and looks at two-tier rows.
 
-    What the blocks of the host store hold is read, and nothing of it is kept; no request may have begun.
+    They serve one row of a context that nobody has. What the blocks of the host store hold is read, and nothing of it
+    is kept; no request may have begun.
 
     source   the first layer's
     """
@@ -32,10 +36,26 @@ def warm_up(tier: DeviceTier, attention: NativeAttention, source: HostPages) -> 
     no_page = torch.full((1,), -1, dtype=torch.int64, device=query.device)
     for move in (load_pages, store_pages):
         move(source.elements, no_page, no_page.to(torch.int32), tier.pool.key, tier.pool.value)
-    if tier.ranking is not None:
+    state = torch.zeros(query.shape, device=query.device), torch.zeros(query.shape[:2], device=query.device)
+    _, merge_states = choose_merge(query.device.type, torch.float32)
+    merge_states(*state, *state)
+    if tier.ranking is None:
+        _warm_up_look(tier.settings.selection, state[1], tier.kv_heads)
+    else:
         _warm_up_ranked(tier, tier.ranking, source, query, attention.scale)
     if tier.residency is not None:
         _warm_up_resident(tier.residency, source, query, attention)
+
+
+def _warm_up_look(selection: SelectionSpec, lse: torch.Tensor, kv_heads: int) -> None:
+    """Look at what a row has read, as two-tier rows do where a threshold ends their reading."""
+    if selection.threshold == 1:
+        return
+    no_page = torch.zeros(lse.shape[0], kv_heads, dtype=torch.int32, device=lse.device)
+    progress = Progress.begin(no_page, no_page, lse.shape[1])
+    log_left = lse if selection.estimated_remainder else None
+    verify(lse, lse[..., None], progress, threshold=selection.threshold, log_left=log_left)
+    progress.active.item()  # so that the kernel has ended, which writes the progress's flag in host memory
 
 
 def _warm_up_ranked(

@@ -11,7 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore, Tally
 from vllm_hybrid_sparse.kernels.merge.gpu import merge_states, merge_with_unread
 from vllm_hybrid_sparse.kernels.page_directory.gpu import forget, give_back, look_up, set_aside, turn_over
 from vllm_hybrid_sparse.kernels.page_directory.state import Listed, PageDirectory
-from vllm_hybrid_sparse.kernels.reading.gpu import OrderedPages, PageTables, plan_reading, read_on
+from vllm_hybrid_sparse.kernels.reading.gpu import PageTables, RankedPages, plan_reading, read_on
 from vllm_hybrid_sparse.kernels.score.gpu import group_scores, score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.gpu import attend_slots
 from vllm_hybrid_sparse.kernels.summarize.gpu import summarize_slots
@@ -39,7 +40,14 @@ from vllm_hybrid_sparse.kernels.verify.progress import Progress
 from vllm_hybrid_sparse.values import CODE_BITS, summary_bytes
 
 TARGET = GPUTarget("cuda", 90, 32)
-CASES = ((torch.bfloat16, 128, 4), (torch.bfloat16, 80, 3), (torch.float16, 64, 1), (torch.float32, 256, 8))
+CASES = (
+    (torch.bfloat16, 128, 4),
+    (torch.bfloat16, 80, 3),
+    (torch.bfloat16, 128, 32),
+    (torch.bfloat16, 256, 8),
+    (torch.float16, 64, 1),
+    (torch.float32, 256, 8),
+)
 """KV dtype, head_dim, query heads of a KV head."""
 FEW_CASES = ((torch.bfloat16, 128, 4), (torch.float32, 80, 3))
 """What is compiled wherever the tests run; float32 at head_dim 256 takes half of the time of all."""
@@ -140,7 +148,7 @@ def launch_reading(dtype: torch.dtype, head_dim: int, group: int) -> None:
     counts, numbers = torch.ones(rows, kv_heads, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
     tally, order = Tally(query.device), torch.zeros(rows, kv_heads, most, dtype=torch.int64)
     read = attend_listed(query, k_pool, v_pool, host, listed, counts, tally, scale=0.1)
-    pages = OrderedPages(order, torch.zeros(rows, q_heads, most), numbers, numbers)
+    pages = RankedPages(order, torch.zeros(rows, q_heads, most), numbers, numbers)
     plan_reading(pages, read[1], threshold=1.0, microbatch_pages=8)
     rule: dict[str, Any] = {"threshold": 0.95, "microbatch_pages": 16}
     plan = plan_reading(pages, read[1], **rule)
@@ -161,17 +169,33 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found["REG"]), "stack_bytes": int(found["STACK"]), "local_bytes": int(found["LOCAL"])}
 
 
-def compile_everything(cases: Sequence[tuple[torch.dtype, int, int]]) -> list[dict[str, object]]:
-    """Compile all kernels in some cases; one row for each binary."""
-    rows: list[dict[str, object]] = []
+@contextmanager
+def compiling(add: Callable[[str, Any], None]) -> Iterator[None]:
+    """Have launches end when they are compiled; `add` is told the kernel's name and the binary."""
     run = JITFunction.run
 
     def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         del warmup
         kernel = run(self, *args, grid=grid, warmup=True, **options)
+        add(self.fn.__name__, kernel)
+        return kernel
+
+    driver.set_active(NoDevice())
+    JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+
+
+def compile_everything(cases: Sequence[tuple[torch.dtype, int, int]]) -> list[dict[str, object]]:
+    """Compile all kernels in some cases; one row for each binary."""
+    rows: list[dict[str, object]] = []
+
+    def add(name: str, kernel: Any) -> None:
         rows.append(
             {
-                "kernel": self.fn.__name__,
+                "kernel": name,
                 "case": case,
                 "arch": kernel.metadata.target.arch,
                 "warps": kernel.metadata.num_warps,
@@ -179,17 +203,12 @@ def compile_everything(cases: Sequence[tuple[torch.dtype, int, int]]) -> list[di
                 **resources(kernel.asm["cubin"]),
             }
         )
-        return kernel
 
-    driver.set_active(NoDevice())
-    JITFunction.run = compile_only
-    try:
+    with compiling(add):
         for dtype, head_dim, group in cases:
             case = f"{str(dtype).removeprefix('torch.')}, head_dim {head_dim}, group {group}"
             launch_everything(dtype, head_dim, group)
             launch_reading(dtype, head_dim, group)
-    finally:
-        JITFunction.run = run
     return rows
 
 

@@ -1,5 +1,7 @@
 """How much of an order is read, against the plain-torch reference: the plan, and reading on."""
 
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,13 +9,13 @@ from torch import Tensor
 from tests.kernels.device.test_listed_attention import SCALE, Store, make_store
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.listed_attention.gpu import attend_listed
 from vllm_hybrid_sparse.kernels.listed_attention.state import Tally
 from vllm_hybrid_sparse.kernels.page_directory.state import ARRIVING, NOWHERE, Listed
 from vllm_hybrid_sparse.kernels.reading import reference
-from vllm_hybrid_sparse.kernels.reading.gpu import OrderedPages, PageTables, plan_reading, read_on
+from vllm_hybrid_sparse.kernels.reading.gpu import PageTables, RankedPages, plan_reading
 from vllm_hybrid_sparse.kernels.reading.plan import ReadingPlan
 from vllm_hybrid_sparse.kernels.reading.reference import Planned
+from vllm_hybrid_sparse.runtime import gpu_ranking, plain_ranking
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 KV_HEADS = 2
@@ -21,7 +23,7 @@ KV_HEADS = 2
 
 def make_pages(
     candidates: list[int], group: int, *, budgets: list[int] | None = None, spread: float = 2.0
-) -> OrderedPages:
+) -> RankedPages:
     """Random scores, and each group's candidates by the best that a head gives them; on the CPU."""
     rows, most = len(candidates), max(candidates)
     scores = torch.full((rows, KV_HEADS * group, most), -torch.inf)
@@ -31,7 +33,7 @@ def make_pages(
         for head in range(KV_HEADS):
             of_heads = scores[row, head * group : (head + 1) * group, :num]
             order[row, head, :num] = of_heads.amax(dim=0).argsort(descending=True)
-    return OrderedPages(
+    return RankedPages(
         order,
         scores,
         torch.tensor(candidates, dtype=torch.int32),
@@ -39,19 +41,19 @@ def make_pages(
     )
 
 
-def of_group(pages: OrderedPages, row: int, head: int) -> tuple[Tensor, list[int], int]:
+def of_group(pages: RankedPages, row: int, head: int) -> tuple[Tensor, list[int], int]:
     """Scores [group, candidates] f64, order and budget."""
     num, group = int(pages.candidates[row]), pages.scores.shape[1] // KV_HEADS
     scores = pages.scores[row, head * group : (head + 1) * group, :num].double()
     return scores, pages.order[row, head, :num].tolist(), int(pages.budgets[row])
 
 
-def to_device(pages: OrderedPages, device: torch.device) -> OrderedPages:
-    return OrderedPages(*(part.to(device) for part in pages))
+def to_device(pages: RankedPages, device: torch.device) -> RankedPages:
+    return RankedPages(*(part.to(device) for part in pages))
 
 
 def check_plan(
-    pages: OrderedPages, retained: Tensor, threshold: float, microbatch: int, device: torch.device
+    pages: RankedPages, retained: Tensor, threshold: float, microbatch: int, device: torch.device
 ) -> list[int]:
     """The kernel's plan is the reference's; the counts, row by row."""
     plan = plan_reading(to_device(pages, device), retained.to(device), threshold=threshold, microbatch_pages=microbatch)
@@ -76,7 +78,7 @@ def check_plan(
     return counts
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 20])
 @pytest.mark.parametrize(("threshold", "microbatch"), [(0.5, 8), (0.95, 1), (0.95, 5), (0.98, 8)])
 def test_a_plan_reads_until_the_estimates_say_that_it_is_enough(
     device: torch.device, group: int, threshold: float, microbatch: int
@@ -88,9 +90,10 @@ def test_a_plan_reads_until_the_estimates_say_that_it_is_enough(
     assert 0 < max(counts) < 300
 
 
-def test_a_plan_without_a_threshold_is_the_budget(device: torch.device) -> None:
-    pages = make_pages([600, 12, 0, 1], 3, budgets=[290, 1, 0, 1])
-    counts = check_plan(pages, torch.randn(4, 6), 1.0, 8, device)
+@pytest.mark.parametrize("group", [3, 20])
+def test_a_plan_without_a_threshold_is_the_budget(group: int, device: torch.device) -> None:
+    pages = make_pages([600, 12, 0, 1], group, budgets=[290, 1, 0, 1])
+    counts = check_plan(pages, torch.randn(4, KV_HEADS * group), 1.0, 8, device)
     assert counts == [290, 290, 1, 1, 0, 0, 1, 1]
 
 
@@ -123,7 +126,7 @@ def test_a_plan_reads_nothing_where_the_retained_set_is_enough_and_everything_wh
 class Reading:
     """Rows whose candidates lie in a host store, some of them in slots as well, and what their groups are to read."""
 
-    def __init__(self, store: Store, pages: OrderedPages, *, first_page: int = 1) -> None:
+    def __init__(self, store: Store, pages: RankedPages, *, first_page: int = 1) -> None:
         self.store, self.pages, self.first_page = store, pages, first_page
         of_block = store.host.pages_per_block
         blocks = len(store.key) // of_block
@@ -149,6 +152,16 @@ class Reading:
         scores = SCALE * query.double() @ key.T
         return scores.softmax(dim=-1) @ value, scores.logsumexp(dim=-1)
 
+    def hits(self, planned: Tensor, counts: Tensor) -> int:
+        """How many of the pages that are read behind those planned lie in slots."""
+        own = self.slots[self.first_entry : 2 * self.first_entry].view(KV_HEADS, -1)
+        hits = 0
+        for row, lies in enumerate(self.lies):
+            for head in range(KV_HEADS):
+                further = self.pages.order[row, head, int(planned[row, head]) : int(counts[row, head])]
+                hits += int((own[head, lies[further]] >= 0).sum())
+        return hits
+
     def listed(self) -> Listed:
         """The first pages of the orders, none of them in a slot."""
         pages = self.lies.gather(1, self.pages.order.flatten(1)).view(self.pages.order.shape).int()
@@ -167,6 +180,22 @@ class Reading:
 def test_reading_on_ends_where_enough_is_read(
     device: torch.device, dtype: torch.dtype, head_dim: int, group: int, microbatch: int, threshold: float
 ) -> None:
+    check_reading_on(gpu_ranking, device, dtype, head_dim, group, microbatch, threshold)
+
+
+def test_the_emulated_device_reads_on_and_counts_likewise() -> None:
+    check_reading_on(plain_ranking, torch.device("cpu"), torch.float32, 64, 3, 8, 0.9)
+
+
+def check_reading_on(
+    kernels: ModuleType,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    microbatch: int,
+    threshold: float,
+) -> None:
     torch.manual_seed(head_dim + group)
     store = make_store(dtype, blocks=16, kv_heads=KV_HEADS, head_dim=head_dim)
     candidates = [28, 0, 3, 20]
@@ -178,12 +207,12 @@ def test_reading_on_ends_where_enough_is_read(
     retained = torch.full((4, KV_HEADS * group), 5.0)
 
     where, on_device, tally = to_device(pages, device), store.to(device), Tally(device)
-    plan = plan_reading(where, retained.to(device), threshold=threshold, microbatch_pages=microbatch)
+    plan = kernels.plan_reading(where, retained.to(device), threshold=threshold, microbatch_pages=microbatch)
     planned = plan.counts.cpu().clone()
     listed = Listed(*(part.to(device) for part in reading.listed()))
     args = query.to(device), on_device.k_pool, on_device.v_pool, on_device.host
-    read = attend_listed(*args, listed, plan.counts, tally, scale=SCALE)
-    read_on(
+    read = kernels.attend_listed(*args, listed, plan.counts, tally, scale=SCALE)
+    kernels.read_on(
         *args,
         where,
         PageTables(
@@ -203,6 +232,7 @@ def test_reading_on_ends_where_enough_is_read(
     looked = [num > 0 for num in candidates]
     numbers = dict(zip(Tally.NUMBERS, tally.numbers.tolist(), strict=True))
     assert numbers["pages"] == int(counts.sum())
+    assert numbers["hits"] == reading.hits(planned, counts) > 0
     assert numbers["looked"] == KV_HEADS * sum(looked)
     assert numbers["stops"] == int((counts < pages.candidates[:, None]).sum())
     assert float(tally.kept) == pytest.approx(float(plan.kept[looked].sum()), rel=1e-5)

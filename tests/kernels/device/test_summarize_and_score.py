@@ -76,7 +76,7 @@ def test_page_scores(
             torch.testing.assert_close(actual[row, heads].double(), expected, rtol=1e-5, atol=SCORE_TIE / 10)
 
 
-@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("group", [1, 3, 8, 20])
 @pytest.mark.parametrize("pages", [1, 255, 257])
 @pytest.mark.parametrize("has_retained", [False, True])
 def test_group_scores_and_ranks(has_retained: bool, pages: int, group: int, device: torch.device) -> None:

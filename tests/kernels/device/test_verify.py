@@ -26,7 +26,9 @@ def settle(device: torch.device) -> None:
     ("threshold", "microbatches", "mass"),
     [(0.40, 1, 305 / (305 + 55 * 8)), (0.42, 2, 383 / (383 + 10 * 4)), (0.90, 2, 383 / 423), (0.91, 3, 1.0)],
 )
-def test_the_paper_s_example(threshold: float, microbatches: int, mass: float, device: torch.device) -> None:
+def test_algorithm_1_on_the_weights_of_figure_4(
+    threshold: float, microbatches: int, mass: float, device: torch.device
+) -> None:
     progress = begin(torch.tensor([[12]]), torch.tensor([[12]]), 1, device)
     weights = torch.tensor(WEIGHTS, device=device)
     read = 0

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.arguments import check_tensor, group_size
+from vllm_hybrid_sparse.kernels.arguments import block_group, check_tensor, group_size
 from vllm_hybrid_sparse.kernels.key_codes.gpu import RotatedQueries, block_dims, check_codes
 from vllm_hybrid_sparse.kernels.key_codes.reference import MEAN_LEVELS
 from vllm_hybrid_sparse.values import PAGE_TOKENS
@@ -14,8 +14,8 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 _TILE_PAGES = tl.constexpr(16)
 """Pages that a program scores: 256 tokens, 32 float32 sums a thread. Not tuned on a GPU yet."""
 
-_MIN_DOT_ROWS = 8
-"""Query heads that a matrix instruction has at least, here as its columns; a smaller group is padded to it. With 16 a
+_MIN_DOT_COLUMNS = 8
+"""Columns that a matrix instruction has at least, here the query heads; a smaller group is padded to it. With 16 a
 warp executes a fifth more instructions (counted in Triton 3.6's code for sm_90), which seem to bound it."""
 
 _MEAN_LEVELS = tl.constexpr(MEAN_LEVELS)
@@ -91,7 +91,7 @@ def score_codes(
             code_bits=code_bits,
             pages_per_block=pages_per_block,
             **layout._asdict(),
-            block_group=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+            block_group=block_group(group, least=_MIN_DOT_COLUMNS),
             block_dim=block_dims(head_dim),
         )
     return scores

@@ -26,7 +26,8 @@ def load_pages(host: Tensor, page_offsets: Tensor, slots: Tensor, k_pool: Tensor
     is a whole line; the elements are put into rows on the way into device memory, which is many times faster.
 
     host             [elements]                 of the KV dtype; pinned where the pool is on a GPU
-    page_offsets     [pages]                    int64, elements from `host` to the page, trusted; negative: skip
+    page_offsets     [pages]                    int64, elements from `host` to the page, multiples of 16, trusted;
+                                                negative: skip
     slots            [pages]                    int32, each at most once, trusted to lie in the pool; negative: skip
     k_pool, v_pool   [slots, 16, head_dim]      bf16 | f16 | f32, out
     """

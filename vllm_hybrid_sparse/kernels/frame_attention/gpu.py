@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.arguments import KV_DTYPES, check_head_dim, check_tensor, group_size
+from vllm_hybrid_sparse.kernels.arguments import KV_DTYPES, block_group, check_head_dim, check_tensor, group_size
 from vllm_hybrid_sparse.kernels.merge.gpu import merge_splits
 
 _PROGRAMS = 1024
@@ -22,9 +22,6 @@ _TILE_TOKENS = 64
 """Tokens that a program reads at a time. Not tuned on a GPU yet."""
 
 _FRAME_TOKENS_STEP = 16
-
-_MIN_DOT_ROWS = 16
-"""Rows that a matrix instruction has at least; a smaller group is padded to it, which costs no bytes."""
 
 
 def attend_frames(
@@ -100,7 +97,7 @@ def attend_frames(
         group=group,
         frame_tokens=frame_tokens,
         head_dim=head_dim,
-        block_group=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        block_group=block_group(group),
         block_dim=triton.next_power_of_2(head_dim),
         tile=_TILE_TOKENS,
         least_tokens=_MIN_SPLIT_TOKENS,

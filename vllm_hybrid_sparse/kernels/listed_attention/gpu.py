@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_hybrid_sparse.kernels.arguments import check_host, check_pools, check_tensor, group_size
+from vllm_hybrid_sparse.kernels.arguments import block_group, check_host, check_pools, check_tensor, group_size
 from vllm_hybrid_sparse.kernels.copy.reference import packed_together
 from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore, Tally
 from vllm_hybrid_sparse.kernels.merge.gpu import merge_splits
@@ -18,9 +18,6 @@ _PROGRAMS = 1024
 TILE_PAGES = 2
 """Pages that a program reads at a time: 32 tokens. With four, registers do not suffice for reading on at head_dim 128
 (sm_90). Not tuned on a GPU yet."""
-
-_MIN_DOT_ROWS = 16
-"""Rows that a matrix instruction has at least; a smaller group is padded to it, which costs no bytes."""
 
 _PAGE_TOKENS = tl.constexpr(PAGE_TOKENS)
 
@@ -94,7 +91,7 @@ def attend_listed(
         group=group,
         head_dim=head_dim,
         pack=packed_together(k_pool.dtype),
-        block_group=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        block_group=block_group(group),
         block_dim=triton.next_power_of_2(head_dim),
         tile=TILE_PAGES,
     )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class HostStore(NamedTuple):
-    """One layer's pages in host memory; strides in elements."""
+    """One layer's pages in host memory; strides in elements, multiples of 16, trusted."""
 
     elements: Tensor  # [elements] of the KV dtype, pinned beside a GPU
     block_stride: int
@@ -20,7 +20,7 @@ class Tally:
     """Sums over all that was read since it was made, in device memory: the kernels add, nobody subtracts."""
 
     NUMBERS = ("pages", "hits", "entered", "looked", "stops", "looks")
-    """pages listed and read; of them, those found in slots; those put into slots; groups that were looked at; of
+    """pages that were read; of them, those found in slots; those put into slots; groups that were looked at; of
     them, those with candidates left unread; looks at what was read."""
 
     def __init__(self, device: torch.device) -> None:

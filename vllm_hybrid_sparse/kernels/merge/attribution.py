@@ -1,12 +1,12 @@
-"""What becomes of the weight of the candidates that were not read."""
+"""Credits part of the weight of the unread candidates to those that were read."""
 
 from torch import Tensor
 
 _MOST_LOG_RATIO = 60.0
-"""Of weights, as far as it matters which is larger."""
+"""Log ratio of two weights above which it no longer matters how much larger one is."""
 
 _LEAST_SHARE = 1e-5
-"""Of the candidates in what was read: below it, rounding is all that the difference of the two states shows."""
+"""Share of the candidates in what was read below which the difference of the two states is only rounding."""
 
 
 def attribute_unread(
@@ -14,18 +14,18 @@ def attribute_unread(
 ) -> Tensor:
     """Give part of the unread weight to the candidates that were read; the rest stays left out.
 
-    With r, m and u the weights of the retained set, of the candidates read and of the unread ones, o_r and o_m the
-    outputs of the first two, and o = (r o_r + m o_m) / (r + m) that of everything read:
+    r, m and u are the weights of the retained set, of the candidates read and of the unread ones, o_r and o_m the
+    outputs of the first two, and o = (r o_r + m o_m) / (r + m) the output of everything read. The result is
     (r o_r + m o_m + u (share o_m + (1 - share) o)) / (r + m + u).
     That an unread candidate is more like those read than like the sink or the latest tokens is our own observation
-    (docs/ACCURACY.md); the papers leave the whole of it out, a share of 0. SparQ Attention (Ribar et al. 2024) gives it
-    to the mean of all values instead.
+    (docs/ACCURACY.md). The papers leave out all of the unread weight: a share of 0. SparQ Attention (Ribar et al. 2024)
+    gives it to the mean of all values instead.
 
-    out, retained_out   [..., head_dim]   floating point, normalised: of everything read, and of the retained set alone
-                                          finite also where nothing was read
+    out, retained_out   [..., head_dim]   floating point, normalised: of everything read, and of the retained set alone;
+                                          finite even where nothing was read
     lse, retained_lse   [...]             natural log, -inf where nothing was read
-    log_unread          [...]             likewise; where it is -inf, or no candidate was read (less than 1e-5 of the
-                                          weight), a row stays as it is
+    log_unread          [...]             natural log; a row stays as it is if this is -inf, or if no candidate was read
+                                          (less than 1e-5 of the weight)
     share               0 to 1
     returns             [..., head_dim]   of the dtype of `out`
     """

@@ -1,4 +1,4 @@
-"""Which of the merging kernels a device gets."""
+"""Chooses the merging kernel for a device."""
 
 import logging
 from collections.abc import Callable
@@ -17,10 +17,10 @@ Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @cache
 def choose_merge(device_type: str, dtype: torch.dtype) -> tuple[str, Merge]:
-    """The name and the function that merges states: flashinfer, triton or torch. What is missing is logged once.
+    """The name and the function that merges states: flashinfer, triton or torch. A missing package is logged once.
 
-    device_type   cuda, or any other: then torch
-    dtype         of the outputs; FlashInfer merges bf16 and f16, float32 states are Triton's
+    device_type   cuda; any other gets torch
+    dtype         of the outputs; FlashInfer merges bf16 and f16, Triton merges float32 states
     """
     if device_type != "cuda":
         return "torch", reference.merge_states

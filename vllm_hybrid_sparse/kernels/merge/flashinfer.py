@@ -9,19 +9,19 @@ from torch import Tensor
 from vllm_hybrid_sparse.errors import KernelError
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of outputs that FlashInfer merges; it has no float32."""
+"""Dtypes of outputs that FlashInfer merges; float32 is not among them."""
 
 _EMPTY = -1e30
-"""Stands for -inf, which FlashInfer turns into NaN where both states are empty: a log-sum-exp that none comes near."""
+"""Stands for -inf, which FlashInfer turns into NaN if both states are empty. No real log-sum-exp comes near it."""
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Fold two partial attentions over disjoint keys into one, as `merge_states` of reference.py does.
 
-    FlashInfer's log-sum-exp is of base 2 and ours is natural: here is the one place that converts.
+    FlashInfer's log-sum-exp is of base 2 and ours is natural; only this file converts.
 
     out_a, out_b   [rows, q_heads, head_dim]   bf16 | f16 on a GPU, or its view of pinned host memory; zeros where a
-                                               state is empty: unlike elsewhere, they are multiplied by a weight of 0
+                                               state is empty, since here they are multiplied by a weight of 0
     lse_a, lse_b   [rows, q_heads]             f32, natural log, -inf where no key was seen
     returns        (out, lse); empty with empty gives zeros and -inf, never NaN
     """

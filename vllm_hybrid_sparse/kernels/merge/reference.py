@@ -8,7 +8,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     """Fold two partial attentions over disjoint keys into one (HGCA, section 3.3, "Merging states").
 
     out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), lse = log(e^lse_a + e^lse_b), scaled so that nothing
-    overflows; what an empty state holds as `out` is not looked at.
+    overflows. The `out` of an empty state is ignored.
 
     out_a, out_b   [..., head_dim]   bf16 | f32 | f64
     lse_a, lse_b   [...]             f32 | f64, natural log, -inf where no key was seen
@@ -27,12 +27,14 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 def merge_with_unread(
     retained_out: Tensor, retained_lse: Tensor, read_out: Tensor, read_lse: Tensor, log_unread: Tensor, share: float
 ) -> Tensor:
-    """Fold the retained set and the candidates read, and let them stand for the unread: see `attribute_unread`.
+    """Fold the states of the retained set and of the candidates read, and credit the unread weight to what was read.
+
+    `attribute_unread` has the formula.
 
     retained_out, read_out   [..., head_dim]   normalised
     retained_lse, read_lse   [...]             natural log, -inf where nothing was read
-    log_unread               [...]             what the other candidates are estimated to weigh, likewise
-    share                    of that, what the candidates read stand for; all that was read stands for the rest
+    log_unread               [...]             natural log of the other candidates' estimated weight, -inf for none
+    share                    of that weight for the candidates read; the rest is for everything that was read
     returns                  [..., head_dim]
     """
     out, _ = merge_states(retained_out, retained_lse, read_out, read_lse)

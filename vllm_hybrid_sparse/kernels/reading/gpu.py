@@ -6,28 +6,29 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.arguments import check_host, check_pools, check_tensor, group_size
+from vllm_hybrid_sparse.kernels.arguments import (
+    SCORE_WARPS,
+    block_group,
+    check_host,
+    check_pools,
+    check_tensor,
+    group_size,
+    score_tile,
+)
 from vllm_hybrid_sparse.kernels.copy.reference import packed_together
 from vllm_hybrid_sparse.kernels.listed_attention.gpu import TILE_PAGES, fold_pages, read_pages
 from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore, Tally
-from vllm_hybrid_sparse.kernels.reading.plan import OrderedPages, PageTables, ReadingPlan
+from vllm_hybrid_sparse.kernels.reading.plan import PageTables, RankedPages, ReadingPlan
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
-_TILE_SCORES = 2048
-_WARPS = 8
-"""Pages whose scores a program sums at a time, and its warps: 128K tokens are four tiles, each of which waits for
-memory once. For sm_90 Triton 3.6 spills nothing; not tuned on a GPU yet."""
-
 _STEP_WITHOUT_THRESHOLD = 256
-"""Pages that are taken at a time where nothing is looked at in between."""
-
-_MIN_DOT_ROWS = 16
-"""Rows that a matrix instruction has at least; a smaller group is padded to it, which costs no bytes."""
+"""Pages that are taken at a time where nothing is looked at in between. Of groups above 16 heads half a tile is less,
+and is taken: more would spill (sm_90)."""
 
 _PAGE_TOKENS = tl.constexpr(PAGE_TOKENS)
 
 
-def plan_reading(pages: OrderedPages, retained_lse: Tensor, *, threshold: float, microbatch_pages: int) -> ReadingPlan:
+def plan_reading(pages: RankedPages, retained_lse: Tensor, *, threshold: float, microbatch_pages: int) -> ReadingPlan:
     """Say how many pages each group reads at first: `plan_reading` of reference.py.
 
     Whole microbatches of the order until P_acc would exceed the threshold if every page weighed what it is estimated
@@ -51,7 +52,9 @@ def plan_reading(pages: OrderedPages, retained_lse: Tensor, *, threshold: float,
         kept=torch.empty(rows, kv_heads, dtype=torch.float32, device=device),
     )
     if rows:
-        step = microbatch_pages if threshold < 1 else _STEP_WITHOUT_THRESHOLD
+        heads = block_group(group, least=1)
+        tile = score_tile(heads)
+        step = microbatch_pages if threshold < 1 else min(_STEP_WITHOUT_THRESHOLD, tile // 2)
         _plan_kernel[(rows, kv_heads)](
             pages.scores,
             pages.order,
@@ -67,10 +70,10 @@ def plan_reading(pages: OrderedPages, retained_lse: Tensor, *, threshold: float,
             step,
             threshold,
             group=group,
-            block_group=triton.next_power_of_2(group),
+            block_group=heads,
             block_step=triton.next_power_of_2(step),
-            tile=_TILE_SCORES,
-            num_warps=_WARPS,
+            tile=tile,
+            num_warps=SCORE_WARPS,
         )
     return plan
 
@@ -80,7 +83,7 @@ def read_on(
     k_pool: Tensor,
     v_pool: Tensor,
     host: HostStore,
-    pages: OrderedPages,
+    pages: RankedPages,
     tables: PageTables,
     retained_lse: Tensor,
     read: tuple[Tensor, Tensor],
@@ -105,7 +108,7 @@ def read_on(
     retained_lse   [rows, q_heads]               f32
     read           (out, lse): [rows, q_heads, head_dim] and [rows, q_heads] f32, in and out: of the candidates read
     plan           in and out: what was read, and what it leaves
-    tally          groups that were looked at are added to it
+    tally          what was read and groups that were looked at are added to it
     """
     _check_reading(threshold, microbatch_pages)
     head_dim = check_pools(k_pool, v_pool)
@@ -159,7 +162,7 @@ def read_on(
         group=group,
         head_dim=head_dim,
         pack=packed_together(k_pool.dtype),
-        block_group=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        block_group=block_group(group),
         block_dim=triton.next_power_of_2(head_dim),
         tile=TILE_PAGES,
     )
@@ -172,7 +175,7 @@ def _check_reading(threshold: float, microbatch_pages: int) -> None:
         raise KernelError(f"microbatch_pages={microbatch_pages}: must be 1 or more")
 
 
-def _check_pages(pages: OrderedPages) -> tuple[int, int, int, int]:
+def _check_pages(pages: RankedPages) -> tuple[int, int, int, int]:
     """Rows, query heads, pages and KV heads."""
     device = pages.scores.device
     check_tensor("scores", pages.scores, torch.float32, (None, None, None), device)
@@ -223,12 +226,14 @@ def _resume(outputs, lse, is_output):
 
 
 @triton.jit
-def _count(numbers, further, stops, looks):
-    """Add a group that was looked at to `Tally.numbers`."""
+def _count(numbers, kept_sum, further, hits, stops, looks, share):
+    """Add a group that was looked at to a `Tally`."""
     tl.atomic_add(numbers, further.to(tl.int64), sem="relaxed")
+    tl.atomic_add(numbers + 1, hits.to(tl.int64), sem="relaxed")
     tl.atomic_add(numbers + 3, 1, sem="relaxed")
     tl.atomic_add(numbers + 4, stops.to(tl.int64), sem="relaxed")
     tl.atomic_add(numbers + 5, looks, sem="relaxed")
+    tl.atomic_add(kept_sum, share.to(tl.float64), sem="relaxed")
 
 
 # Numbers that grow with contexts are not to be compiled for anew, nor where `budgets` begin, which lie behind others.
@@ -366,6 +371,7 @@ def _read_on_kernel(
     # What the candidates read weigh beside the retained set, then P_acc.
     share = _least_share(log_rest, _log_add(log_retained, peak), is_head)
     looks = (planned > 0).to(tl.int64)
+    hits = tl.full((), 0, tl.int32)
     if (count < budget) & (share <= threshold):
         dims = tl.arange(0, block_dim)
         is_output = is_head[:, None] & (dims < head_dim)[None, :]
@@ -383,6 +389,7 @@ def _read_on_kernel(
                 page = _store_page(blocks + row * blocks_row_stride, first_page + candidate, is_page, pages_per_block)
                 entry = first_entry + kv_head.to(tl.int64) * store_pages + page
                 slot = tl.maximum(tl.load(slots + entry, mask=is_page, other=-1), -1)
+                hits += tl.sum((slot >= 0).to(tl.int32), axis=0)
                 limit = is_page.to(tl.int32) * _PAGE_TOKENS
                 k, v = read_pages(
                     k_pool,
@@ -412,5 +419,4 @@ def _read_on_kernel(
         tl.store(log_unread + states, log_rest, mask=is_head)
         tl.store(counts + unit, count)
     tl.store(kept + unit, share)
-    _count(numbers, count - planned, count < num, looks)
-    tl.atomic_add(kept_sum, share.to(tl.float64), sem="relaxed")
+    _count(numbers, kept_sum, count - planned, hits, count < num, looks, share)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class OrderedPages(NamedTuple):
+class RankedPages(NamedTuple):
     """The candidates of each group as they are to be read, and where to find one."""
 
     order: Tensor  # [rows, kv_heads, listed] int64, candidates from 0; `score.gpu.rank_pages`, or `best_pages`

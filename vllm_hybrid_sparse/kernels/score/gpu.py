@@ -5,17 +5,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_hybrid_sparse.kernels.arguments import KV_DTYPES, check_head_dim, check_tensor, group_size
+from vllm_hybrid_sparse.kernels.arguments import (
+    KV_DTYPES,
+    SCORE_WARPS,
+    block_group,
+    check_head_dim,
+    check_tensor,
+    group_size,
+    score_tile,
+)
 from vllm_hybrid_sparse.kernels.summarize.gpu import check_summary
 
 _TILE_SUMMARIES = 32
 """Summaries that a program scores. Not tuned on a GPU yet."""
-
-_TILE_SCORES = 2048
-_WARPS = 8
-"""Pages whose scores a program sums at a time, and its warps: as in kernels/reading/gpu.py."""
-
-_MIN_DOT_ROWS = 16
 
 
 def score_pages(query: Tensor, summaries: Tensor, places: Tensor, *, scale: float, summary: str) -> Tensor:
@@ -54,7 +56,7 @@ def score_pages(query: Tensor, summaries: Tensor, places: Tensor, *, scale: floa
             scale,
             group=group,
             head_dim=head_dim,
-            block_group=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+            block_group=block_group(group),
             block_dim=triton.next_power_of_2(head_dim),
             tile=_TILE_SUMMARIES,
             minmax=summary == "minmax",
@@ -82,16 +84,17 @@ def group_scores(page_scores: Tensor, kv_heads: int, retained_lse: Tensor | None
         check_tensor("retained_lse", retained_lse, torch.float32, (rows, q_heads), device)
     best = torch.empty(rows, kv_heads, pages, dtype=torch.float32, device=device)
     if best.numel():
+        heads = block_group(group, least=1)
         _group_kernel[(rows, kv_heads)](
             page_scores,
             page_scores if retained_lse is None else retained_lse,
             best,
             pages,
             group=group,
-            block_group=triton.next_power_of_2(group),
-            tile=_TILE_SCORES,
+            block_group=heads,
+            tile=score_tile(heads),
             has_retained=retained_lse is not None,
-            num_warps=_WARPS,
+            num_warps=SCORE_WARPS,
         )
     return best
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_hybrid_sparse.kernels.arguments import check_pools, check_tensor, group_size
+from vllm_hybrid_sparse.kernels.arguments import block_group, check_pools, check_tensor, group_size
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 _TILE_PAGES = 4
@@ -13,9 +13,6 @@ _TILE_PAGES = 4
 
 _TILE_PAGES_KEEPING = 2
 """The same where scores are kept: with four pages registers do not suffice at head_dim 128 (sm_90)."""
-
-_MIN_DOT_ROWS = 16
-"""Rows that a matrix instruction has at least; a smaller group is padded to it, which costs no bytes."""
 
 _PAGE_TOKENS = tl.constexpr(PAGE_TOKENS)
 
@@ -95,7 +92,7 @@ def attend_slots(
         keep_scores=token_scores is not None,
         group=group,
         head_dim=head_dim,
-        block_group=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        block_group=block_group(group),
         block_dim=triton.next_power_of_2(head_dim),
         tile_pages=_TILE_PAGES if token_scores is None else _TILE_PAGES_KEEPING,
     )

@@ -10,7 +10,7 @@ from vllm_hybrid_sparse.kernels.arguments import KV_DTYPES, check_head_dim, chec
 from vllm_hybrid_sparse.values import PAGE_TOKENS, SUMMARY_VECTORS
 
 DEVICE_SUMMARIES = ("minmax", "cuboid_mean")
-"""Kinds of summary that the device makes and scores; key codes are made and scored on the host."""
+"""Kinds of summary that these kernels make and score. Key codes have their own, in key_codes/ and code_scores/."""
 
 _PAGE_TOKENS = tl.constexpr(PAGE_TOKENS)
 

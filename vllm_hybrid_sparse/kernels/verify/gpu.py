@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.arguments import check_tensor, group_size
+from vllm_hybrid_sparse.kernels.arguments import block_group, check_tensor, group_size
 from vllm_hybrid_sparse.kernels.verify.progress import Progress
 
 _TILE_PAGES = 64
@@ -60,7 +60,7 @@ def verify(
         pages,
         threshold,
         group=group,
-        block_group=triton.next_power_of_2(group),
+        block_group=block_group(group, least=1),
         tile_pages=_TILE_PAGES,
         estimated=log_left is not None,
     )
