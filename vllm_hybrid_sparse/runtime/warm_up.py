@@ -23,7 +23,7 @@ _CANDIDATES = 64  # pages, of the context that is made up
 
 @torch.inference_mode()
 def warm_up(tier: DeviceTier, attention: NativeAttention, source: HostPages) -> None:
-    """Launch the kernels of filled pages, a prompt's later chunks, ranked and resident rows, and looks at two-tier rows.
+    """Launch kernels of filled pages, a prompt's later chunks, ranked and resident rows, and looks at two-tier rows.
 
     They serve one row of a context that nobody has. What the blocks of the host store hold is read, and nothing of it
     is kept; no request may have begun.

@@ -50,7 +50,7 @@ CASES = (
 )
 """KV dtype, head_dim, query heads of a KV head."""
 FEW_CASES = ((torch.bfloat16, 128, 4), (torch.float32, 80, 3))
-"""What is compiled wherever the tests run; float32 at head_dim 256 takes half of the time of all."""
+"""What is compiled wherever the tests run; all cases take minutes."""
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
