@@ -140,6 +140,18 @@ def test_a_cache_of_eight_bits_is_refused_beside_a_device(policy: str, monkeypat
         check(device="emulated")
 
 
+@pytest.mark.usefixtures("no_loggers")
+def test_fluxion_is_refused_where_heads_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(
+        member(),
+        parallel_config=parallel_of(tensor_parallel_size=2),
+        model_config=model_of(),
+        additional_config={"hybrid_sparse": {"policy": "fluxion"}},
+    )
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: policy fluxion needs all heads of a layer"):
+        platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
+
+
 LAYER_REFUSALS = {
     "use_mla": True, "use_sparse": True, "use_mm_prefix": True, "use_per_head_quant_scales": True,
     "use_non_causal": True, "use_batch_invariant": True, "use_rswa": True,

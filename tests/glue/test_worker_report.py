@@ -63,6 +63,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     return Steps(monkeypatch)
 
 
+def test_what_packed_copies_hold_is_reported(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostRuntime, "packed_bytes", 12345)
+    report = steps.step(STEP)
+    assert report is not None
+    assert (report.packed_bytes, report.host_kv_bytes) == (12345, 4096)
+
+
 def test_each_step_reports_what_it_read(steps: Steps) -> None:
     later = replace(STEP, read_bytes=700)
     reports = [steps.step(STEP), steps.step(later)]

@@ -8,6 +8,7 @@ import torch
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.runtime import host
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 from vllm_hybrid_sparse.values import summary_bytes
 
@@ -41,6 +42,17 @@ def test_fluxion_splits_codes_of_two_bits_where_that_takes_no_more_bytes() -> No
     assert kernel_for_fluxion(64, code_bits=1).summary == "key_codes"
     assert kernel_for_fluxion(64, summary="minmax").summary == "minmax"
     assert kernel_of(HostRuntime(HybridSparseConfig(num_threads=1))).summary == "key_codes"
+
+
+def test_fluxion_s_settings_reach_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = HostRuntime(HybridSparseConfig(policy="fluxion", num_threads=1, granularity=32, dense_tokens=160))
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(host, "fluxion_layer", lambda _predictor, **options: given.append(options))
+    monkeypatch.setattr(runtime, "_predictor", (None, 0.25))
+    monkeypatch.setattr(runtime.requests, "attach", lambda _layer: None)
+    for layer in range(2):
+        runtime.fluxion_layer(layer)
+    assert given == [{"layer": layer, "tau": 0.25, "granularity": 32, "dense_tokens": 160} for layer in range(2)]
 
 
 @pytest.mark.skipif(not _native.openmp_is_loaded(), reason="torch's OpenMP is not GNU's here")

@@ -66,13 +66,39 @@ def test_rows_are_those_of_the_references(policy: str, host_share: str) -> None:
         assert stats.pages_hit + stats.pages_fetched == stats.pages_wanted
 
 
-@pytest.mark.parametrize("policy", ["topk", "topk-codes", "psa", "codes"])
-def test_pages_that_decoding_fills_are_ranked_by_what_they_hold(policy: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "ranking"),
+    [("topk", "host"), ("topk-codes", "host"), ("psa", "host"), ("codes", "host"), ("codes", "device")],
+)
+def test_pages_that_decoding_fills_are_ranked_by_what_they_hold(policy: str, ranking: str, kind: str) -> None:
     """A page that is filled becomes a candidate when the window has left it, 32 to 47 steps later."""
-    settings = {**SMALL, **POLICIES[policy], "device_pool_pages": 256, "device": kind, "device_ranking": "host"}
+    settings = {**SMALL, **POLICIES[policy], "device_pool_pages": 256, "device": kind, "device_ranking": ranking}
     with TieredModel(settings) as model:
         excuses = serve(model, (90, 100), steps=64)
         assert len(excuses) <= 8, excuses
+        stats = model.tier.take_stats()
+        assert (stats.ranked_groups > 0) == (ranking == "device")
+
+
+@pytest.mark.parametrize("policy", ["topk", "everything"])
+def test_rows_that_decode_behind_prompts_of_the_step(policy: str, kind: str) -> None:
+    settings = {**SMALL, **POLICIES[policy], "device_pool_pages": 256, "device": kind}
+    with TieredModel(settings, layers=2) as model:
+        prompt, row, other = (model.start() for _ in range(3))
+        model.step([(row, 130), (other, 75)], decode=False)
+        for tokens in (40, 16, 7, 90, 33):
+            steps = model.step([(prompt, tokens), (row, 1), (other, 1)])
+            for layer, step in zip(model.layers, steps, strict=True):
+                assert check_step(layer, step) == []
+
+
+@pytest.mark.parametrize("eviction", ["cyclic", "lru", "fifo"])
+@pytest.mark.parametrize("pool", ["unified", "per_layer"])
+def test_the_pool_is_as_the_settings_say(pool: str, eviction: str) -> None:
+    settings = {**SMALL, "policy": "dense", "device_pool_pages": 64, "device_pool": pool, "device_eviction": eviction}
+    with TieredModel(settings, layers=2) as model:
+        shape = model.tier.pool.shape
+        assert (shape.unified, shape.eviction) == (pool == "unified", eviction)
 
 
 @pytest.mark.parametrize("pool", ["unified", "per_layer"])
