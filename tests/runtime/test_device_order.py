@@ -25,7 +25,7 @@ def busy(model: TieredModel) -> None:
     serve(model, (150,), steps=2)
     one, other = model.start(), model.start()
     model.step([(one, 70)], decode=False)
-    for tokens in (40, 90, 1):
+    for tokens in (40, 90, 30, 1):  # the third has context for more parts than there are halves to stage them in
         model.step([(other, tokens), (one, 1)])
 
 

@@ -64,6 +64,21 @@ def test_a_capture_that_fails_costs_nothing_but_time(caplog: pytest.LogCaptureFi
     ]
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("resident", [0.0, 0.9])
+def test_rows_that_begin_elsewhere_in_the_batch_are_launched_anew(resident: float) -> None:
+    settings = {**SMALL, **POLICIES["dense"], "device": "cuda", "device_ranking": "device", "device_pool_pages": 128}
+    settings["device_resident_share"] = resident
+    with TieredModel(settings, shape=TINY, capture=Relaunched) as model:
+        one, late = model.start(), model.start()
+        model.step([(one, 70)], decode=False)
+        for first in (True, True, True, True, False, False, True):
+            rows = [(one, 1), (late, 2)]
+            steps = model.step(rows if first else rows[::-1])
+            for layer, step in zip(model.layers, steps, strict=True):
+                check_step(layer, step)
+
+
 def keys_run(graphs: LaunchGraphs, keys: str) -> list[tuple[str, int]]:
     """Run some keys one after another; return each run's key and the call in which it was launched or captured."""
     launched: list[tuple[str, int]] = []

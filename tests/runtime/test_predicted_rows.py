@@ -93,14 +93,16 @@ def test_the_smallest_pool_reads_in_waves(kind: str) -> None:
         assert model.tier.take_stats().pages_evicted > 0
 
 
-def test_prompts_in_chunks_beside_rows_that_decode(kind: str) -> None:
+@pytest.mark.parametrize("prompt_first", [False, True])
+def test_prompts_in_chunks_beside_rows_that_decode(kind: str, prompt_first: bool) -> None:
     """The last row of the last chunk is the anchor, whatever the chunk's length."""
     model, mirror = mirrored(kind)
     with model:
         decoding, prompt = mirror.start(), mirror.start()
         mirror.step((decoding, 120))
         for tokens in (100, 5, 1, 3, 16, 40, 7):
-            mirror.step((decoding, 1), (prompt, tokens), decode=tokens > 1)
+            rows = ((prompt, tokens), (decoding, 1)) if prompt_first else ((decoding, 1), (prompt, tokens))
+            mirror.step(*rows, decode=tokens > 1)
         for _ in range(2):
             mirror.step((prompt, 1), (decoding, 1))
         assert mirror.sequences[prompt.slot].anchor_tokens == 172

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 TINY = Shape(head_dim=16, block_tokens=32)
 RANKED = {name: POLICIES[name] for name in ("dense", "topk-codes", "everything", "codes")}
-LENGTHS = (1, 16, 17, 49, 150)
+LENGTHS = (1, 16, 17, 49, 158)
 
 
 DEVICES = pytest.mark.parametrize("device", ["emulated", "cuda"])

@@ -344,6 +344,23 @@ def test_what_ended_under_way_keeps_its_frames_until_it_has_arrived(device: str,
         assert [decode(model, other) for _ in range(3)] == [[False], [False], [True]]
 
 
+@DEVICES
+def test_a_row_that_grows_takes_no_frame_of_a_block_under_way(device: str, slowly: Slowly) -> None:
+    slowly.has_passed = True
+    with model_of(device, frames=5) as model:
+        (one,) = begin(model, 55)
+        while decode(model, one) != [True]:
+            assert len(one[0].key) < 64
+        slowly.has_passed = False
+        (other,) = begin(model, 100)
+        while len(one[0].key) < 70:  # a block begins at token 64
+            decode(model, one, other)
+            under_way = of(model)._entrance.blocks
+            assert len(under_way)
+            assert (of(model)._blocks.frames_of(under_way) >= 0).all()
+        slowly.has_passed = True
+
+
 def test_a_device_with_room_for_everything_has_a_frame_for_every_block() -> None:
     with model_of("cuda") as model:
         kernel, kv_caches = model.layers[0].tiered_attention, [layer.kv_cache for layer in model.layers]
