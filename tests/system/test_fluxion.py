@@ -81,8 +81,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             # Sink, window and candidates through a pool of fewer slots than a layer's windows have pages.
             (
                 "device",
-                CROWD,
-                fluxion | {"predictor": little, "device": "emulated", "device_pool_pages": 64, "host_share": "queue"},
+                CROWD | {"max_num_seqs": 4},  # prompts take places in the batch before rows that decode
+                fluxion
+                | {
+                    "predictor": little,
+                    "device": "emulated",
+                    "device_pool_pages": 64,
+                    "host_share": "queue",
+                    "admission": "none",
+                },
             ),
             ("short", alone(1536), fluxion | {"predictor": little, "dense_tokens": 1536}),
             ("shipped", alone(1536), {"policy": "fluxion"}),

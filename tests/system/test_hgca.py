@@ -41,8 +41,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
             ("dense", alone(2048), {"policy": "dense"}),
             ("alone", alone(2048), SETTINGS),
             ("crowd", CROWD, SETTINGS),
-            # The window through a pool of fewer slots than a layer's windows have pages.
-            ("device", CROWD, {**SETTINGS, "device": "emulated", "device_pool_pages": 64}),
+            # The window through a pool of fewer slots than a layer's windows have pages. Four run at once, so that
+            # prompts take places in the batch before rows that decode.
+            (
+                "device",
+                CROWD | {"max_num_seqs": 4},
+                {**SETTINGS, "device": "emulated", "device_pool_pages": 64, "admission": "none"},
+            ),
         )
     ]
     results = run_jobs(jobs, folder / "engines.log")
