@@ -17,8 +17,9 @@ constexpr float kLeastRatio = 5.0f;  // of the mean's length to the deviation; o
 
 }  // namespace
 
-// The mean key of the first page of `page`'s stretch. Returns false if it is not long enough to matter.
+// The mean key of the first page of `page`'s stretch. Returns false if it is not long enough to matter, or these codes take none.
 bool Engine::common_key(const PageTable& table, int page, float* common) const {
+  if (!takes_common_keys()) return false;
   alignas(64) float squares[kPageTokens];
   const int head_dim = geometry_.layout.head_dim;
   kernels_.key_norms(table.page(page / kCommonKeyPages * kCommonKeyPages), head_dim, squares, common);

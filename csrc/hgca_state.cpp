@@ -72,13 +72,12 @@ HgcaRequest& HgcaLayer::request(int slot, int tokens) {
 // No position wraps around before the ring has its full size, so existing averages keep their places.
 void HgcaLayer::reserve_averages(HgcaHead& head, int tokens) const {
   const auto whole_pages = [](int64_t count) { return (count + kPageTokens - 1) / kPageTokens * kPageTokens; };
-  const int64_t held = head.held_tokens;
+  const int64_t held = averaged_tokens(head);
   if (held >= std::min<int64_t>(tokens, ring_tokens())) return;
   const int64_t wanted = std::min(ring_tokens(), whole_pages(std::max<int64_t>(tokens, held + held / 4)));
   std::vector<float> averages(group_ * wanted, 0.0f);
   for (int g = 0; g < group_; ++g) std::copy_n(head.averages.data() + g * held, held, averages.data() + g * wanted);
   head.averages = std::move(averages);
-  head.held_tokens = wanted;
 }
 
 void HgcaLayer::release(int slot) {

@@ -54,8 +54,8 @@ class PackedPages {
 };
 
 struct HgcaHead {
-  std::vector<float> averages;  // [group][held_tokens]; position p of the request is at p % ring_tokens
-  int64_t held_tokens = 0;      // whole pages: the full ring, or fewer while the request is shorter
+  // [group][tokens], whole pages: the full ring, or fewer while the request is shorter. Position p is at p % ring_tokens.
+  std::vector<float> averages;
   PackedPages packed;
 };
 
@@ -95,10 +95,11 @@ class HgcaLayer {
 
   // The average of query head g for the token at a position. The averages of a page's tokens are consecutive.
   float* average(HgcaHead& head, int g, int position) const {
-    return head.averages.data() + g * head.held_tokens + position % ring_tokens();
+    return head.averages.data() + g * averaged_tokens(head) + position % ring_tokens();
   }
 
  private:
+  int64_t averaged_tokens(const HgcaHead& head) const { return static_cast<int64_t>(head.averages.size()) / group_; }
   void reserve_averages(HgcaHead& head, int tokens) const;
 
   HgcaRule rule_;

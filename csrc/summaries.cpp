@@ -29,8 +29,7 @@ void Engine::summarize_filled(const LayerCall& call, const Batch& batch) {
     const FilledPage& filled = filled_[i / geometry_.kv_heads];
     const int head = i % geometry_.kv_heads;
     alignas(64) float common[kMaxHeadDim];
-    const bool in_common = filled.page >= 0 && takes_common_keys() &&
-                           common_key(page_table(call, batch, filled.request, head), filled.page, common);
+    const bool in_common = filled.page >= 0 && common_key(page_table(call, batch, filled.request, head), filled.page, common);
     const int32_t block = static_cast<int32_t>(filled.slot / layout.block_tokens);
     const int page = static_cast<int>(filled.slot % layout.block_tokens / kPageTokens);
     summarize_page(page_table({call.kv, call.block_stride, &block}, head), page, in_common ? common : nullptr);
@@ -56,7 +55,7 @@ void Engine::summarize(char* kv, int64_t block_stride, const int32_t* blocks, co
         const int first = fresh[i / geometry_.kv_heads] * per_block;
         alignas(64) float common[kMaxHeadDim];
         for (int page = first; page < first + per_block; ++page)
-          summarize_page(table, page, takes_common_keys() && common_key(table, page, common) ? common : nullptr);
+          summarize_page(table, page, common_key(table, page, common) ? common : nullptr);
       });
     }
   });

@@ -99,7 +99,8 @@ def measured_with(name: str, options: argparse.Namespace) -> Json:
 
 def kept_report(name: str, options: argparse.Namespace) -> Json | None:
     """Return an earlier report with the same options; None if there is none, OtherOptionsError if options differ."""
-    return read_report(options.out / f"{name}.json", measured_with(name, options))
+    path = options.out / f"{name}.json"
+    return read_report(path, measured_with(name, options)) if path.is_file() else None
 
 
 def kept_reports(options: argparse.Namespace, end: str = "") -> dict[str, Json]:

@@ -31,13 +31,11 @@ def bench(url: str, out: Path, measured_with: Mapping[str, object], *more: str) 
         part.with_name(part.name + suffix).rename(out.with_name(out.name + suffix))
 
 
-def read_report(path: Path, measured_with: Mapping[str, object]) -> Json | None:
-    """Return an earlier report; None if there is none.
+def read_report(path: Path, measured_with: Mapping[str, object]) -> Json:
+    """Return an earlier report.
 
     OtherOptionsError if it was measured with something other than `measured_with`, or does not say with what.
     """
-    if not path.is_file():
-        return None
     found: Json = json.loads(path.read_text(encoding="utf-8"))
     before = found.get(_MEASURED_WITH)
     ways_out = "name another --out, or delete it to have it measured again"

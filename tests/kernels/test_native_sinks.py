@@ -106,7 +106,8 @@ def test_a_threshold_is_a_share_of_the_whole_weight_sinks_included(isa: str, est
 def test_what_does_not_fit_is_refused() -> None:
     layer = ServedLayer(Shape(), num_blocks=8)
     for wrong in (torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8)[::2]):
-        with pytest.raises(KernelError, match=r"sinks=\(\d,\) torch.\w+ on cpu: must be contiguous \[4\] of"):
+        rule = r"sinks=\(\d,\) torch.\w+ on cpu: must be contiguous \[4\] of torch.float32"
+        with pytest.raises(KernelError, match=rule):
             layer.step([(layer.start(), 1)], sinks=wrong)
     judged = ServedLayer(Shape(), num_blocks=8, salience=SalienceSpec(), retained=RetainedSet())
     request = judged.start()
