@@ -42,6 +42,7 @@ REFERENCE = "stock"
 SERVERS: dict[str, dict[str, object] | None] = {
     REFERENCE: None,
     "progressive": {"policy": "progressive", "threshold": 0.95},
+    "fluxion-16": {"policy": "fluxion", "granularity": 16},
     **{
         f"topk-{percent}": {"policy": "topk", "topk_ratio": percent / 100}
         for percent in (5, 10, 20, 30, 40, 60, 70, 80)
