@@ -1,6 +1,6 @@
 // Python passes only addresses and sizes: no torch headers here. The wrapper in
-// vllm_hybrid_sparse/kernels/paged_attention/native.py checks every tensor before it passes its address. Of the contents it
-// checks slots and lengths; the block ids in tables are trusted.
+// vllm_hybrid_sparse/kernels/paged_attention/native.py checks every tensor before it passes its address. Of the contents of
+// a batch it checks slots and lengths; the block ids in tables are trusted.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>

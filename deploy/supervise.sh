@@ -16,11 +16,16 @@ child= told=
 stop() { told=yes; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null; }
 trap stop TERM INT
 
+start() { # a signal that comes before the pid is known is passed on afterwards
+  "$@" &
+  child=$!
+  [[ -z $told ]] || stop
+}
+
 pause_s=1
 while [[ -z $told ]]; do
   begun=$SECONDS
-  "$@" &
-  child=$!
+  start "$@"
   while :; do # a signal ends `wait` early, with a status that is not the server's
     wait "$child"
     status=$?
@@ -31,8 +36,7 @@ while [[ -z $told ]]; do
   lived_s=$((SECONDS - begun))
   ((lived_s < SETTLED_S)) || pause_s=1
   echo "supervise: the server ended with status $status after $lived_s s; starting it again in $pause_s s" >&2
-  sleep "$pause_s" &
-  child=$!
+  start sleep "$pause_s"
   wait "$child"
   child=
   pause_s=$((pause_s * 2 < LONGEST_PAUSE_S ? pause_s * 2 : LONGEST_PAUSE_S))

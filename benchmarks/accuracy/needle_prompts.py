@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from vllm_hybrid_sparse.cli.haystack import Fact
 from vllm_hybrid_sparse.cli.prose import prose
+from vllm_hybrid_sparse.load.mixes import cut_to_words
 
 CONTEXT_TOKENS = (1024, 2048, 4096, 7680)  # SmolLM2 holds 8192, answer included
 DEPTHS = (0.1, 0.3, 0.5, 0.65, 0.8, 0.95)
@@ -34,8 +35,7 @@ def _text(text_path: Path | None, seed: int, tokens: int) -> str:
         return " ".join(prose(tokens // _LEAST_SENTENCE_TOKENS + 1, seed))
     lines = text_path.read_text(encoding="utf-8").splitlines(keepends=True)
     start = random.Random(seed).randrange(len(lines))
-    text = "".join(lines[start:] + lines[:start])
-    return " ".join(text.split(" ")[:tokens])  # a word is a token or more
+    return cut_to_words("".join(lines[start:] + lines[:start]), tokens)  # a word is a token or more
 
 
 def make_needle_prompt(

@@ -24,7 +24,7 @@ from benchmarks.tiers.pool_hit_rate import POLICIES
 from benchmarks.tiers.traces import Trace, model_and_tokens, pages_apart, read_pages, record_windows
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
-from vllm_hybrid_sparse.policy.admission import Admission
+from vllm_hybrid_sparse.policy.admission import Admission, RequestLength
 from vllm_hybrid_sparse.settings import ADMISSIONS
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
@@ -56,11 +56,12 @@ def serve(
     traces: Sequence[Trace], lengths: Sequence[int], shape: PoolShape, microbatch_pages: int, rule: Admission | None
 ) -> Served:
     """Serve the requests of some traces, `lengths` tokens long at the end; without a rule all run at once."""
+    most = [RequestLength(tokens, tokens) for tokens in lengths]
     pool, apart = DevicePool(shape), pages_apart(traces)
     waiting, running = deque(range(len(traces))), dict[int, int]()  # running: each request and its next step
     steps = rows = tokens = wanted = hits = 0
     while waiting or running:
-        while waiting and (rule is None or rule.admits([lengths[request] for request in running], lengths[waiting[0]])):
+        while waiting and (rule is None or rule.admits([most[request] for request in running], most[waiting[0]])):
             running[waiting.popleft()] = 0
         for layer in range(shape.layers):
             for request, step in running.items():

@@ -28,6 +28,9 @@ def test_cache_variable_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert cache_dir() == tmp_path
     monkeypatch.delenv(CACHE_VARIABLE)
     assert cache_dir() == Path.home() / ".cache" / "vllm-hybrid-sparse"
+    monkeypatch.setenv(CACHE_VARIABLE, "~no-such-user/cache")
+    with pytest.raises(ModelSourceError, match=rf"{CACHE_VARIABLE}=~no-such-user/cache: must be the path of a folder"):
+        cache_dir()
 
 
 def test_folder_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

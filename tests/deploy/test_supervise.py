@@ -67,6 +67,14 @@ def test_told_to_stop_it_tells_the_server_and_ends_with_its_status(start: Start,
     assert lines(tmp_path / "starts") == ["up", "told"]  # and it was not started again
 
 
+def test_told_to_stop_before_it_knows_the_server_s_pid_it_tells_it_nevertheless(start: Start, tmp_path: Path) -> None:
+    """The server's first act is the signal, and the supervisor takes half a second to note the pid."""
+    slow = tmp_path / "slow.sh"
+    slow.write_text("set -T; trap '[[ $BASH_COMMAND != child=* ]] || sleep 0.5' DEBUG\n")
+    process = start("kill -TERM $PPID; exec sleep 600", BASH_ENV=str(slow))
+    assert process.wait(WITHIN_S) == 128 + signal.SIGTERM
+
+
 def test_it_waits_for_a_server_that_takes_its_time_to_stop(start: Start, tmp_path: Path) -> None:
     process = start(
         "trap 'sleep 1; echo drained >>starts; exit 0' TERM; echo up >>starts; while :; do sleep 0.05; done"

@@ -19,6 +19,6 @@ def _own_environment() -> Iterator[None]:
 @pytest.fixture
 def no_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave vLLM's loggers alone."""
-    from vllm_hybrid_sparse.glue import plugin  # noqa: PLC0415  (imports vllm)
+    from vllm_hybrid_sparse.glue import platform_hook  # noqa: PLC0415  (imports vllm)
 
-    monkeypatch.setattr(plugin, "hook_stat_loggers", lambda: None)
+    monkeypatch.setattr(platform_hook, "hook_stat_loggers", lambda: None)

@@ -9,7 +9,7 @@ from vllm import platforms
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from vllm_hybrid_sparse.glue.plugin import hook_platform
+from vllm_hybrid_sparse.glue.platform_hook import hook_platform
 
 SELECTOR = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
 

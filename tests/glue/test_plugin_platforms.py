@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +19,10 @@ from vllm.utils import cpu_resource_utils
 from tests.glue.fake_config import SELECTOR, config_of, parallel_of, platform_of
 from vllm_hybrid_sparse import __version__
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.glue import plugin
+from vllm_hybrid_sparse.glue import platform_hook, plugin
 from vllm_hybrid_sparse.glue.cpu_threads import SPIN_COUNT, SPIN_COUNT_VARIABLE
 from vllm_hybrid_sparse.glue.log import log_as_vllm
-from vllm_hybrid_sparse.glue.plugin import CPU_WORKER_PATH, CUDA_WORKER_PATH
+from vllm_hybrid_sparse.glue.platform_hook import CPU_WORKER_PATH, CUDA_WORKER_PATH
 from vllm_hybrid_sparse.glue.registration import BACKEND_PATH, member
 from vllm_hybrid_sparse.glue.scheduler_choice import ASYNC_SCHEDULER_PATH, SCHEDULER_PATH
 from vllm_hybrid_sparse.runtime.cores import RESERVED_VARIABLE
@@ -53,8 +55,8 @@ def test_another_release_of_vllm_is_left_alone(
 
     monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setattr(platforms, "current_platform", Platform())
-    monkeypatch.setattr(plugin, "member", lambda: done.append("member"))
-    monkeypatch.setattr(plugin, "hook_platform", lambda *_, **__: done.append("hooks"))
+    monkeypatch.setattr(platform_hook, "member", lambda: done.append("member"))
+    monkeypatch.setattr(platform_hook, "hook_platform", lambda *_, **__: done.append("hooks"))
     plugin.warn_of_release.cache_clear()
     with caplog.at_level(logging.WARNING, logger="vllm_hybrid_sparse"):
         plugin.register()
@@ -65,6 +67,19 @@ def test_another_release_of_vllm_is_left_alone(
         "--attention-backend hybrid_sparse is unknown here"
     )
     assert [record.getMessage() for record in caplog.records] == ([] if served else [wanted])
+
+
+def test_of_another_release_nothing_is_imported_that_it_may_lack() -> None:
+    code = (
+        "import sys, vllm\n"
+        "vllm.__version__ = '0.99.0'\n"
+        "from vllm_hybrid_sparse.glue.plugin import register\n"
+        "register()\n"
+        "print(*(name for name in sys.modules if name.startswith(('vllm.v1', 'vllm.config', 'vllm.platforms'))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == ""
+    assert "it adds nothing" in done.stderr
 
 
 @pytest.mark.usefixtures("no_loggers")

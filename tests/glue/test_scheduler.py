@@ -13,13 +13,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.glue.scheduled import KV_HEADS, LAYERS, Scheduled, request
+from tests.glue.scheduled import BLOCK_TOKENS, KV_HEADS, LAYERS, Scheduled, request
 from tests.system.tiny_models import make_tiny_model
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.scheduler import HybridSparseAsyncScheduler, HybridSparseScheduler
 from vllm_hybrid_sparse.glue.scheduler_choice import choose_scheduler
 from vllm_hybrid_sparse.policy.admission import Admission
-from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
+from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SelectionSpec
 
 MOST_TOKENS, MOST_REQUESTS = 512, 8
 RETAINED = {"sink_tokens": 16, "window_tokens": 32}
@@ -103,6 +103,11 @@ def test_as_many_run_as_the_pool_holds_and_one_always_does(
 ) -> None:
     pool_pages = int(held * OF_A_LONG_ONE) * LAYERS
     served = Scheduled(config(asynchronous=asynchronous, device_pool_pages=pool_pages), blocks=400)
+    assert most_at_once(served) == at_once
+
+
+def most_at_once(served: Scheduled) -> int:
+    """How many of ten requests of 460 tokens run side by side at most; all come to their end in order."""
     names = [f"r{number}" for number in range(10)]
     for name in names:
         served.add(name, prompt_tokens=400, answer_tokens=60)
@@ -111,9 +116,25 @@ def test_as_many_run_as_the_pool_holds_and_one_always_does(
         most = max(most, len(served.step()))
         if len(served.finished) == len(names):
             break
-    assert most == at_once
     assert served.begun == served.finished == names
     assert not served.preempted
+    return most
+
+
+def test_hgca_s_requests_want_the_retained_set_alone(config: Callable[..., Any]) -> None:
+    retained_pages = KV_HEADS * (1 + 2 + 1)
+    served = Scheduled(config(policy="hgca", device_pool_pages=3 * retained_pages * LAYERS), blocks=400)
+    assert most_at_once(served) == 3
+
+
+@pytest.mark.parametrize(("pool_pages", "share", "at_once"), [(120, 0.0, 3), (120, 0.5, 2), (118, 0.5, 1)])
+def test_resident_requests_take_their_part_in_whole_blocks(
+    config: Callable[..., Any], pool_pages: int, share: float, at_once: int
+) -> None:
+    """A request of 460 tokens is resident in 15 blocks, which take 60 pages of a layer, or wants 40 pages."""
+    assert (OF_A_LONG_ONE, KV_HEADS * 15 * BLOCK_TOKENS // PAGE_TOKENS) == (40, 60)
+    changed = config(device_pool_pages=pool_pages * LAYERS, device_resident_share=share)
+    assert most_at_once(Scheduled(changed, blocks=400)) == at_once
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -122,7 +122,11 @@ def test_long_prefill_is_exact_where_rows_are_split_over_threads(num_threads: in
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("selection", [DENSE, TOPK, SelectionSpec(ranked=True)], ids=["dense", "topk", "progressive"])
+@pytest.mark.parametrize(
+    "selection",
+    [DENSE, TOPK, SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=2)],
+    ids=["dense", "topk", "progressive"],
+)
 def test_a_mixed_batch(num_threads: int, selection: SelectionSpec) -> None:
     layer = ServedLayer(Shape(num_threads=num_threads, num_q_heads=6), num_blocks=128)
     decoding = [layer.start() for _ in range(4)]

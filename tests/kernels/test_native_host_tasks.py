@@ -78,9 +78,8 @@ def test_scores_of_tokens_are_kept_where_they_are_wanted(
     for place, page in enumerate(pages.tolist()):
         key = request.key[16 * page : 16 * page + 16, 1]
         assert_close(by_page[:, place, : len(key)], shape.scale * group.float() @ key.float().T)
-    with pytest.raises(
-        KernelError, match=rf"token_scores=\({heads}, 16\) torch.float32 on cpu: must be contiguous \[{heads}, 704\]"
-    ):
+    rule = rf"token_scores=\[{heads}, 16\] float32 on cpu, .* must be \[{heads}, 704\] float32 on cpu, contiguous"
+    with pytest.raises(KernelError, match=rule):
         attend_pages(layer.attention, group, layer.kv_cache, table, 1, pages, 1003, torch.empty(heads, 16))
 
 
@@ -141,13 +140,13 @@ def test_what_does_not_fit_is_refused() -> None:
     pages = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(KernelError, match=r"pages=0 to 4: must lie in 2 blocks"):
         attend_pages(attention, query[:2], cache, table, 0, pages, 64)
-    with pytest.raises(KernelError, match=r"pages=torch\.int64"):
+    with pytest.raises(KernelError, match=r"pages=\[2\] int64 on cpu, .* must be \[any\] int32 on cpu"):
         attend_pages(attention, query[:2], cache, table, 0, pages.long(), 64)
     with pytest.raises(KernelError, match="kv_head=2"):
         attend_pages(attention, query[:2], cache, table, 2, pages[:1], 64)
-    with pytest.raises(KernelError, match=r"query=\(4, 64\)"):
+    with pytest.raises(KernelError, match=r"query=\[4, 64\] \w+ on cpu, .* must be \[2, 64\]"):
         attend_pages(attention, query, cache, table, 0, pages[:1], 64)
-    with pytest.raises(KernelError, match=r"block_table=torch\.int64"):
+    with pytest.raises(KernelError, match=r"block_table=\[\d\] int64 on cpu, .* must be \[any\] int32 on cpu"):
         score_pages(attention, query, cache, table.long(), 0, 1)
     with pytest.raises(KernelError, match="first_page=0 end_page=5: must be pages of 2 blocks"):
         score_pages(attention, query, cache, table, 0, 5)

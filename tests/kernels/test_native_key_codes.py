@@ -150,17 +150,23 @@ def test_unread_weight_goes_to_the_candidates_read(
 
 def test_the_share_that_is_attributed_shows() -> None:
     """Outputs over the same pages change with the share, but not if everything is read."""
+    read: list[int] = []
 
     def outputs(selection: SelectionSpec) -> list[Tensor]:
         layer = ServedLayer(Shape(summary="key_codes"), num_blocks=30)
         request = layer.start()
         layer.step([(request, 600)])
-        return [layer.step([(request, 1)], selection=selection, retained=RETAINED).output for _ in range(2)]
+        found = [layer.step([(request, 1)], selection=selection, retained=RETAINED).output for _ in range(2)]
+        read.append(len(layer.attention.last_plan(0, 0)))
+        return found
 
     left_out, half, whole = (outputs(replace(TOPK, attributed=share)) for share in (0.0, 0.5, 1.0))
     for a, b, c in zip(left_out, half, whole, strict=True):
         assert (b - a).norm() > 0.01 * a.norm()
         assert (c - a).norm() > 1.2 * (b - a).norm()
-    everything = SelectionSpec(ranked=True, threshold=1.0, estimated_remainder=True)
+    read.clear()
+    everything = SelectionSpec(ranked=True, threshold=0.999999, estimated_remainder=True)
     for a, b in zip(outputs(everything), outputs(replace(everything, attributed=1.0)), strict=True):
         assert torch.equal(a, b)
+    first_page, end_page = RETAINED.candidate_range(602)
+    assert read == [end_page - first_page] * 2

@@ -159,11 +159,16 @@ def test_wrong_tensors_are_refused() -> None:
     rows = Rows(Shape(), 0.0)
     native = native_selection(SELECTIONS["topk"], RETAINED)
     attention, kv_cache = rows.layer.attention, rows.layer.kv_cache
-    rule = r"query=\(4, 4, 64\) torch.float16 on cpu: must be contiguous \[4, 4, 64\] of"
+    rule = r"query=\[4, 4, 64\] float16 on cpu, .* must be \[4, 4, 64\] \w+ on cpu, contiguous"
     with pytest.raises(KernelError, match=rule):
         score_candidates(attention, native, kv_cache, rows.query.half(), rows.batch())
+    tables = [table[:1] for table in rows.tables]
+    cut = stored_batch([1] * len(LENGTHS), LENGTHS, tables, [-1] * len(LENGTHS), decode=True)
+    with pytest.raises(KernelError, match=rf"seq_lens={max(LENGTHS)}: the block table names 1 blocks"):
+        score_candidates(attention, native, kv_cache, rows.query, cut)
     score_candidates(attention, native, kv_cache, rows.query, rows.batch())
-    with pytest.raises(KernelError, match=r"retained_lse=\(4, 4\) torch.float64 on cpu: must be contiguous \[4, 4\]"):
+    rule = r"retained_lse=\[4, 4\] float64 on cpu, .* must be \[4, 4\] float32 on cpu, contiguous"
+    with pytest.raises(KernelError, match=rule):
         order_candidates(attention, native, rows.retained_lse.double())
     with pytest.raises(KernelError, match=r"retained_lse=\(3, 4\): must be of as many rows as were scored last"):
         order_candidates(attention, native, rows.retained_lse[:3])

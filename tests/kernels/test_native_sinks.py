@@ -46,16 +46,18 @@ def test_prompts_and_rows_that_read_everything(isa: str, dtype: torch.dtype, win
 def test_rows_that_may_choose_and_read_everything(
     isa: str, geometry: dict[str, Any], progressive: bool, summary: str
 ) -> None:
-    """For such rows, the sinks go into the retained set's state."""
+    """For rows that look at a threshold, the sinks go into the retained set's state."""
     scale = geometry["head_dim"] ** -0.5
     layer = ServedLayer(Shape(isa=isa, summary=summary, scale=scale, **geometry), num_blocks=80)
-    selection = SelectionSpec(ranked=True) if progressive else SelectionSpec(ranked=True, max_pages=500)
+    looks, takes = SelectionSpec(ranked=True, threshold=0.999999), SelectionSpec(ranked=True, max_pages=500)
+    selection = looks if progressive else takes
     sinks = some_sinks(geometry["num_q_heads"])
     request = layer.start()
     layer.step([(request, 500)], selection=selection, retained=RETAINED, sinks=sinks)
     for _ in range(3):
         step = layer.step([(request, 1)], selection=selection, retained=RETAINED, sinks=sinks)
         assert_close(step.output, expected(layer, step, sinks))
+    assert (layer.attention.stats().judged > 0) is progressive
 
 
 def read_alone(layer: ServedLayer, step: Step, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +108,7 @@ def test_a_threshold_is_a_share_of_the_whole_weight_sinks_included(isa: str, est
 def test_what_does_not_fit_is_refused() -> None:
     layer = ServedLayer(Shape(), num_blocks=8)
     for wrong in (torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8)[::2]):
-        rule = r"sinks=\(\d,\) torch.\w+ on cpu: must be contiguous \[4\] of torch.float32"
+        rule = r"sinks=\[\d\] \w+ on cpu, .* must be \[4\] float32 on cpu, contiguous"
         with pytest.raises(KernelError, match=rule):
             layer.step([(layer.start(), 1)], sinks=wrong)
     judged = ServedLayer(Shape(), num_blocks=8, salience=SalienceSpec(), retained=RetainedSet())

@@ -208,7 +208,26 @@ def test_the_search_ends_where_a_server_does_not_show_what_is_judged() -> None:
     assert str(one.ended).startswith("the server tells neither its queueing delays")
     single = record_of([(0.5, 1)], prompt_tokens=100)
     seen = figures([Run((single,), 1, 4.0, False)], None, Unloaded(((100, 0.5),), None))
-    assert str(never_known(seen)).startswith("no answer has two tokens")
+    assert str(never_known(seen, 2.0)).startswith("no answer has two tokens")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "counts", "said"),
+    [
+        ((5.0, 30.0, math.inf), (3.0, 3.0, 3.0), "no bound up to 2 s, the limit: its first bucket ends at 5 s"),
+        ((5.0, 30.0, math.inf), (0.0, 3.0, 3.0), None),  # not seen yet
+        ((2.0, 5.0, math.inf), (0.0, 3.0, 3.0), None),
+        ((0.3, 5.0, math.inf), (3.0, 3.0, 3.0), None),
+    ],
+)
+def test_a_histogram_without_a_bound_up_to_the_limit_ends_the_search(
+    bounds: tuple[float, ...], counts: tuple[float, ...], said: str | None
+) -> None:
+    record = record_of([(0.5, 1), (0.6, 1)], prompt_tokens=100)
+    seen = figures([Run((record,), 1, 4.0, False)], Histogram(bounds, counts), Unloaded(((100, 0.5),), 0.01))
+    found = never_known(seen, 2.0)
+    assert (found is None) is (said is None)
+    assert said is None or said in str(found)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,14 @@ def test_delays_out_of_a_histogram_are_shown_as_the_bounds_that_are_known(compar
     assert "<td>0.3</td><td>0.5</td><td>2</td>" in page(report)
 
 
+def test_the_longest_bounds_of_vllm_s_histogram_do_not_run_into_each_other(compared: dict[str, Any]) -> None:
+    report = copy.deepcopy(compared)
+    delays = server_queueing(Histogram((60.0, 120.0, 240.0, 480.0, math.inf), (0.0, 60.0, 95.0, 100.0, 100.0)))
+    report["servers"][0]["figures"]["queueing"] = json.loads(json.dumps(asdict(delays)))
+    (line,) = [line for line in summary(report).splitlines() if "240000" in line]
+    assert line.split()[3:] == ["60000–120000", "120000–240000", "240000–480000"]
+
+
 def test_a_client_that_sends_late_is_told_of(compared: dict[str, Any]) -> None:
     report = copy.deepcopy(compared)
     assert not any("overloaded" in shown for shown in (page(report), summary(report)))

@@ -59,6 +59,31 @@ def test_files_that_a_control_group_holds_in_memory_give_way(tmp_path: Path) -> 
     assert available_bytes(root) == GIB
 
 
+@pytest.mark.parametrize(
+    ("own", "limits", "expected"),
+    [
+        ("0::/system.slice/vllm.service", {"system.slice/vllm.service": 3}, 3),
+        ("0::/system.slice/vllm.service", {"system.slice": 2, "system.slice/vllm.service": 3}, 2),
+        ("0::/system.slice/vllm.service", {"system.slice/other.service": 1, "user.slice": 1}, 8),
+        ("3:memory:/other\n0::/mine\n", {"other": 1, "mine": 5}, 5),
+        ("0::/docker/of-the-host", {"": 4}, 4),
+        ("0::/../sibling", {"": 4, "../sibling": 1}, 4),
+    ],
+)
+def test_the_tightest_group_around_this_process_counts(
+    own: str, limits: dict[str, int], expected: int, tmp_path: Path
+) -> None:
+    root = machine(tmp_path, 8 * GIB // 1024)
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text(own)
+    for name, limit in limits.items():
+        group = root / "sys/fs/cgroup" / name
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.max").write_text(f"{(limit + 1) * GIB}\n")
+        (group / "memory.current").write_text(f"{GIB}\n")
+    assert available_bytes(root) == expected * GIB
+
+
 def test_this_machine_has_memory() -> None:
     assert 0 < available_bytes() < 2**60
 

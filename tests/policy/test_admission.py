@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hybrid_sparse.policy.admission import Admission
+from vllm_hybrid_sparse.policy.admission import Admission, RequestLength
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SelectionSpec
 
 RETAINED = RetainedSet(sink_tokens=64, window_tokens=256)
@@ -22,7 +22,7 @@ selections = st.builds(
     max_pages=st.none() | st.integers(1, 40),
     threshold=st.sampled_from([0.9, 1.0]),
     microbatch_pages=st.integers(1, 32),
-)
+) | st.builds(SelectionSpec, microbatch_pages=st.integers(1, 32))
 retained_sets = st.builds(
     RetainedSet,
     sink_tokens=st.integers(0, 8).map(PAGE_TOKENS.__mul__),
@@ -32,6 +32,11 @@ retained_sets = st.builds(
 
 def admission(layer_pages: int, selection: SelectionSpec | None = PROGRESSIVE, kv_heads: int = 1) -> Admission:
     return Admission(retained=RETAINED, selection=selection, kv_heads=kv_heads, layer_pages=layer_pages)
+
+
+def joins(rule: Admission, running: list[int], tokens: int, prompt: int = 1) -> bool:
+    """Whether a request may join others, all with prompts of this many tokens, that come to these lengths."""
+    return rule.admits([RequestLength(prompt, most) for most in running], RequestLength(prompt, tokens))
 
 
 @pytest.mark.parametrize(
@@ -74,48 +79,73 @@ def test_no_step_of_a_shorter_request_begins_with_more(
 def test_the_one_that_fills_the_pool_is_admitted_and_the_next_is_not() -> None:
     of_one = admission(0).working_set_pages(1000)
     rule = admission(3 * of_one)
-    assert rule.admits([1000, 1000], 1000)
-    assert not rule.admits([1000, 1000, 1000], 1)
-    assert not admission(3 * of_one - 1).admits([1000, 1000], 1000)
+    assert joins(rule, [1000, 1000], 1000)
+    assert not joins(rule, [1000, 1000, 1000], 1)
+    assert not joins(admission(3 * of_one - 1), [1000, 1000], 1000)
 
 
 def test_resident_contexts_leave_the_rest_of_the_pool_to_the_others() -> None:
     whole, of_one = 1000 // PAGE_TOKENS + 1, admission(0).working_set_pages(1000)
     rule = replace(admission(2 * whole + of_one), resident_pages=2 * whole)
-    assert rule.admits([1000, 1000], 1000)
-    assert not rule.admits([1000, 1000, 1000], 1)
-    assert not replace(rule, layer_pages=rule.layer_pages - 1).admits([1000, 1000], 1000)
-    assert not replace(rule, resident_pages=0).admits([1000] * 3, 1000)
-    assert replace(rule, resident_pages=0).admits([1000] * 2, 1000)
+    assert joins(rule, [1000, 1000], 1000)
+    assert not joins(rule, [1000, 1000, 1000], 1)
+    assert not joins(replace(rule, layer_pages=rule.layer_pages - 1), [1000, 1000], 1000)
+    assert not joins(replace(rule, resident_pages=0), [1000] * 3, 1000)
+    assert joins(replace(rule, resident_pages=0), [1000] * 2, 1000)
+
+
+def test_a_request_that_will_not_stay_resident_takes_resident_pages_while_it_is_short() -> None:
+    of_one = admission(0).working_set_pages(20_000)
+    rule = replace(admission(1000), resident_pages=750)
+    at_once = (1000 - 750) // of_one
+    assert joins(rule, [20_000] * (at_once - 1), 20_000)
+    assert not joins(rule, [20_000] * at_once, 20_000)
+    # A prompt that is too long to be resident takes none of them.
+    too_long = 750 * PAGE_TOKENS + 1
+    assert joins(rule, [20_000] * (1000 // of_one - 1), 20_000, prompt=too_long)
+    assert not joins(rule, [20_000] * (1000 // of_one), 20_000, prompt=too_long)
+    # Beside it, one that comes to 30 pages leaves the others.
+    least = replace(admission(30 + of_one), resident_pages=60)
+    for rule, fits in ((least, True), (replace(least, layer_pages=30 + of_one - 1), False)):
+        assert rule.admits([RequestLength(too_long, 20_000)], RequestLength(1, 30 * PAGE_TOKENS)) is fits
+
+
+def test_whole_contexts_take_whole_blocks() -> None:
+    rule = replace(admission(3 * 18, kv_heads=2), resident_pages=3 * 18)
+    assert joins(rule, [129, 129], 129)
+    assert not joins(replace(rule, block_pages=8), [129, 129], 1)
+    assert joins(replace(rule, block_pages=8), [128, 128], 128)
 
 
 def test_one_request_always_runs() -> None:
-    assert admission(1).admits([], 100_000)
-    assert not admission(1).admits([16], 16)
+    assert joins(admission(1), [], 100_000)
+    assert not joins(admission(1), [16], 16)
+    assert joins(replace(admission(1), resident_pages=1), [], 100_000)
 
 
 @given(
     selection=selections,
     layer_pages=st.integers(0, 200),
+    resident_share=st.sampled_from([0.0, 0.5, 1.0]),
     arrivals=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3000), st.integers(1, 6)), min_size=1, max_size=30),
 )
 def test_everyone_gets_a_turn_in_order_and_the_pool_is_never_overrun_but_by_one(
-    selection: SelectionSpec, layer_pages: int, arrivals: list[tuple[int, int, int]]
+    selection: SelectionSpec, layer_pages: int, resident_share: float, arrivals: list[tuple[int, int, int]]
 ) -> None:
     """Requests have a length, come some steps apart and run for some steps. The rule alone decides who joins."""
-    rule = admission(layer_pages, selection)
+    rule = replace(admission(layer_pages, selection), resident_pages=int(resident_share * layer_pages))
     times = list(accumulate(pause for pause, _, _ in arrivals))
     waiting: deque[int] = deque()
     running: dict[int, int] = {}  # steps that each has left
     begun: list[int] = []
     for now in range(sum(pause + steps for pause, _, steps in arrivals) + 1):
         waiting.extend(number for number, time in enumerate(times) if time == now)
-        while waiting and rule.admits([arrivals[number][1] for number in running], arrivals[waiting[0]][1]):
+        while waiting and joins(rule, [arrivals[number][1] for number in running], arrivals[waiting[0]][1]):
             begun.append(waiting.popleft())
             running[begun[-1]] = arrivals[begun[-1]][2]
         assert running or not waiting
         needed = sum(rule.working_set_pages(arrivals[number][1]) for number in running)
-        assert needed <= layer_pages or len(running) == 1
+        assert needed <= layer_pages or len(running) == 1 or rule.resident_pages
         running = {number: left - 1 for number, left in running.items() if left > 1}
     assert begun == list(range(len(arrivals)))
     assert not running

@@ -68,3 +68,8 @@ def test_the_named_one_serves_and_is_checked(tmp_path: Path) -> None:
         choose_predictor(named, SMOLLM2, RetainedSet())
     with pytest.raises(ConfigError, match="no such file"):
         choose_predictor(PredictionSpec(predictor=str(tmp_path / "none")), OTHER, RetainedSet())
+
+
+def test_a_path_below_nobody_s_home_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"hybrid_sparse\.predictor=~no-such-user/p: must be a file's path \("):
+        choose_predictor(PredictionSpec(predictor="~no-such-user/p"), SMOLLM2, RetainedSet())

@@ -24,9 +24,15 @@ class ModelSourceError(HybridSparseError, RuntimeError):
 
 
 def cache_dir() -> Path:
-    """Return the folder in which models and logs are kept; it need not exist."""
+    """Return the folder in which models and logs are kept; it need not exist.
+
+    raises   ModelSourceError if it is to be below a home folder that cannot be found
+    """
     named = os.environ.get(CACHE_VARIABLE)
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "vllm-hybrid-sparse"
+    try:
+        return Path(named).expanduser() if named else Path.home() / ".cache" / "vllm-hybrid-sparse"
+    except RuntimeError as error:
+        raise ModelSourceError(f"{CACHE_VARIABLE}={named or ''}: must be the path of a folder ({error})") from error
 
 
 def model_dir(report: Callable[[str], None] = print) -> Path:

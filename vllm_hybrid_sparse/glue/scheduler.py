@@ -7,7 +7,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.policy.admission import Admission
+from vllm_hybrid_sparse.policy.admission import Admission, RequestLength
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 logger = init_logger("vllm.hybrid_sparse")
 
@@ -46,6 +47,7 @@ class _AdmitsByWorkingSet:
             kv_heads=max(group.kv_cache_spec.num_kv_heads for group in groups),
             layer_pages=settings.device_pool_pages // layers,
             resident_pages=int(settings.device_pool_pages * (settings.device_resident_share or 0.0)) // layers,
+            block_pages=max(group.kv_cache_spec.block_size for group in groups) // PAGE_TOKENS,
         )
         logger.info(
             "hybrid_sparse: requests are admitted by their working sets: %d pages of a layer for one of %d tokens, and "
@@ -61,8 +63,8 @@ class _AdmitsByWorkingSet:
         queue = self.kv_holding_waiting or self.waiting
         if not queue or self._admission is None:
             return self._configured_active_reqs
-        running = [self._most_tokens(request) for request in self.running]
-        if self._admission.admits(running, self._most_tokens(queue.peek_request())):
+        running = [self._length(request) for request in self.running]
+        if self._admission.admits(running, self._length(queue.peek_request())):
             return self._configured_active_reqs
         return min(self._configured_active_reqs, len(running))
 
@@ -70,10 +72,9 @@ class _AdmitsByWorkingSet:
     def max_num_active_reqs(self, configured: int) -> None:
         self._configured_active_reqs = configured
 
-    def _most_tokens(self, request: Any) -> int:
-        """The most tokens that the request may come to, prompt and answer together."""
-        wanted: int = request.num_prompt_tokens + request.max_tokens
-        return min(wanted, self.max_model_len)
+    def _length(self, request: Any) -> RequestLength:
+        wanted = request.num_prompt_tokens + request.max_tokens
+        return RequestLength(request.num_prompt_tokens, min(wanted, self.max_model_len))
 
 
 class HybridSparseScheduler(_AdmitsByWorkingSet, Scheduler):

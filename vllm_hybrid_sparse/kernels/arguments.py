@@ -1,4 +1,4 @@
-"""What the wrappers of the device kernels check before a kernel that trusts them is launched, and sizes they share."""
+"""What wrappers of kernels check before a kernel that trusts them runs, and sizes that device kernels share."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
+CPU = torch.device("cpu")
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_DEVICE_HEAD_DIM = 256
 """Largest head dimension of the device kernels; a tile of keys and one of values must fit a multiprocessor."""
@@ -74,7 +75,7 @@ def check_pools(k_pool: Tensor, v_pool: Tensor) -> int:
 
 def check_host(host: Tensor, dtypes: torch.dtype | Sequence[torch.dtype], device: torch.device) -> None:
     """Check elements of the host store, [elements], which kernels on a GPU read and write in place: pinned there."""
-    check_tensor("host", host, dtypes, (None,), torch.device("cpu"))
+    check_tensor("host", host, dtypes, (None,), CPU)
     if device.type == "cuda" and not host.is_pinned():
         raise KernelError(f"host={host.numel()} elements in pageable memory: must be pinned")
 

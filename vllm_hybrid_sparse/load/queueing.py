@@ -84,6 +84,12 @@ class Queueing:
             return True
         return False if self.above_s[0] < self.p50_s <= limit_s else None
 
+    def shows_within(self, limit_s: float) -> bool:
+        """Return whether a shorter delay could be shown to be at most `limit_s`: an estimate, or a bucket that ends."""
+        if self.p50_s is None:
+            return False
+        return self.above_s is None or self.above_s[0] > 0 or self.p50_s <= limit_s
+
 
 def bounds_text(above: float, at_most: float) -> str:
     """Return a short text: the value is above one number and at most the other; if they are equal, only above it."""

@@ -89,14 +89,22 @@ def whatever_the_rate(records: Sequence[Record]) -> str | None:
     return None
 
 
-def never_known(seen: Figures) -> str | None:
-    """Return what answered requests cannot show at any rate, in words; None if they show all that is judged."""
+def never_known(seen: Figures, median_queueing_s: float) -> str | None:
+    """Return what answered requests cannot show at any rate, in words; None if they show all that is judged.
+
+    median_queueing_s   the limit of the median queueing delay
+    """
     if not seen.outcomes.get(Outcome.OK.value):
         return None
     if seen.tbt_s.p99 is None:
         return "no answer has two tokens that came apart: there is no time between tokens to judge"
     if seen.queueing.p50_s is None:
         return "the server tells neither its queueing delays nor how long a prompt is, of which they could be estimated"
+    if not seen.queueing.shows_within(median_queueing_s):
+        return (
+            f"the server's histogram of queueing delays has no bound up to {median_queueing_s:g} s, the limit: its "
+            f"first bucket ends at {seen.queueing.p50_s:g} s"
+        )
     return None
 
 
@@ -150,7 +158,8 @@ async def search_in_turns(
                 broken = "; ".join(each.broken(seen))
                 alone = ", though requests hardly meet: no slower rate is tried" if one.fails_alone(each) else ""
                 say(f"{results.side.name}: {rate:.3g} requests/s {each.name}: {broken + alone if broken else 'holds'}")
-            if why := whatever_the_rate(records) or never_known(seen):
+            longest_s = max(each.p50_queueing_s for each in slos)
+            if why := whatever_the_rate(records) or never_known(seen, longest_s):
                 one.end(why, say)
         turn += 1
     return searches

@@ -98,7 +98,7 @@ def _capacity(found: Json) -> Iterator[str]:
 
 
 def _row(label: str, cells: Sequence[str]) -> str:
-    return f"{label:<28}" + "".join(f"{cell:>12}" for cell in cells)
+    return f"{label:<28}" + "".join(f" {cell:>11}" for cell in cells)
 
 
 def _ms(value_s: float | None) -> str:

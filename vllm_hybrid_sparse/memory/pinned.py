@@ -23,7 +23,7 @@ _GIB = 2.0**30
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that may still be taken: the machine's, or less if the process's control group has a limit.
+    """Memory that may still be taken: the machine's, or less if a control group that holds this process has a limit.
 
     Files that the system caches in memory, such as weights just read, do not count as taken, because they give way.
 
@@ -31,13 +31,30 @@ def available_bytes(root: Path = Path("/")) -> int:
     """
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    group = root / "sys/fs/cgroup"
+    return min([available, *(left for group in _control_groups(root) if (left := _left_bytes(group)) is not None)])
+
+
+def _control_groups(root: Path) -> list[Path]:
+    """The control group (version 2) of this process and those around it, as far as they can be seen."""
+    top = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    own = top / path.strip("/")
+    # In a container the path may be the host's (then there is no such folder) or lead out of what is mounted.
+    return [top] if ".." in own.parts else [own, *(group for group in own.parents if group.is_relative_to(top))]
+
+
+def _left_bytes(group: Path) -> int | None:
+    """Bytes that a control group may still take; None if it has no limit."""
     try:
         limit = int((group / "memory.max").read_text(encoding="ascii"))
         used = int((group / "memory.current").read_text(encoding="ascii"))
     except (OSError, ValueError):  # no such control group, or no limit: "max"
-        return available
-    return min(available, max(0, limit - used + _cached_bytes(group / "memory.stat")))
+        return None
+    return max(0, limit - used + _cached_bytes(group / "memory.stat"))
 
 
 def _cached_bytes(path: Path) -> int:

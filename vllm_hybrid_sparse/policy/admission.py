@@ -8,13 +8,21 @@ are copied again for every token.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SelectionSpec
 
 
+class RequestLength(NamedTuple):
+    """Tokens of a request."""
+
+    prompt: int
+    most: int  # that it may come to, prompt and answer together
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The rule. Lengths are the most tokens that a request may come to, prompt and answer together.
+    """The rule.
 
     Every layer wants the same number of pages. So one layer's share of the pool stands for all layers, whether they
     share the slots or each has a part. Pages of a common prefix are counted for each request that shares them.
@@ -25,6 +33,7 @@ class Admission:
     kv_heads: int  # of a layer, in one worker
     layer_pages: int  # the pool's slots / layers
     resident_pages: int = 0  # the most of layer_pages that whole contexts take; 0: none is resident
+    block_pages: int = 1  # whole contexts take whole blocks of so many pages
 
     def working_set_pages(self, tokens: int) -> int:
         """Pages of one layer that a decode step of a request begins with, at this length or any below it.
@@ -39,24 +48,31 @@ class Admission:
             selected_pages = min(self.selection.budget_pages(end_page - first_page), self.selection.pages_in_flight)
         return self.kv_heads * min(ceil(tokens / PAGE_TOKENS), retained_pages + selected_pages)
 
-    def admits(self, running: Sequence[int], tokens: int) -> bool:
-        """Whether a request of this many tokens may join those that run.
+    def admits(self, running: Sequence[RequestLength], length: RequestLength) -> bool:
+        """Whether a request may join those that run.
 
         If none runs, any request may: its groups are then read one after another.
         """
-        return not running or self._fit([*running, tokens])
+        return not running or self._fit([*running, length])
 
-    def _fit(self, lengths: Sequence[int]) -> bool:
+    def _fit(self, lengths: Sequence[RequestLength]) -> bool:
         """Whether the pool holds these requests together.
 
-        In order, each request whose whole context still fits into the resident pages takes them. The working sets of
-        the others need the rest of the pool.
+        In order, each request whose whole context still fits into the resident pages counts as resident. The working
+        sets of the others need the pages that no whole context takes. Such a request is resident too while it is short
+        enough, so it counts among those that take resident pages, unless its prompt alone is too long.
         """
-        resident_pages, needed = 0, 0
-        for tokens in lengths:
-            whole = self.kv_heads * ceil(tokens / PAGE_TOKENS)
+        resident_pages = taken_pages = needed = 0
+        for length in lengths:
+            whole = self._whole_pages(length.most)
             if resident_pages + whole <= self.resident_pages:
                 resident_pages += whole
             else:
-                needed += self.working_set_pages(tokens)
-        return needed <= self.layer_pages - resident_pages
+                needed += self.working_set_pages(length.most)
+            if self._whole_pages(length.prompt) <= self.resident_pages:
+                taken_pages += whole
+        return needed <= self.layer_pages - min(taken_pages, self.resident_pages)
+
+    def _whole_pages(self, tokens: int) -> int:
+        """Pages of one layer that the whole context of a request takes if it is resident."""
+        return self.kv_heads * self.block_pages * ceil(tokens / (self.block_pages * PAGE_TOKENS))

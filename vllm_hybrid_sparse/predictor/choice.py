@@ -23,7 +23,7 @@ def choose_predictor(
     """
     ranking = prediction.ranking
     if prediction.predictor is not None:
-        return load_predictor(Path(prediction.predictor).expanduser(), shape, retained, ranking)
+        return load_predictor(_path(prediction.predictor), shape, retained, ranking)
     shipped = SMOLLM2_PREDICTORS.get(ranking, SMOLLM2_PREDICTORS[PageRanking()])
     try:
         return load_predictor(shipped, shape, retained, ranking)
@@ -37,3 +37,10 @@ def choose_predictor(
             f"({error}): `hybrid-sparse calibrate MODEL --texts FILE... --out predictor.safetensors --summary "
             f"{ranking.summary}{codes}{sink}{window}`"
         ) from error
+
+
+def _path(named: str) -> Path:
+    try:
+        return Path(named).expanduser()
+    except RuntimeError as error:  # ~user of somebody unknown, or no home folder at all
+        raise ConfigError(f"hybrid_sparse.predictor={named}: must be a file's path ({error})") from error

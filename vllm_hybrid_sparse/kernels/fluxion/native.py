@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.arguments import CPU, check_tensor
 from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
-from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import check_floats, check_queries
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.policy.budget import GRANULARITIES
 from vllm_hybrid_sparse.predictor.features import FEATURES
@@ -104,10 +104,11 @@ def choose_pages(
                                               to the pages before and behind the candidates, zeros and -inf for none
     """
     shape = (batch.num_tokens, attention.num_q_heads, attention.head_dim)
-    check_queries(attention, query, shape)
+    check_tensor("query", query, attention.dtype, shape, CPU)
     for name, (out, lse) in (("sink", sink), ("local", local)):
-        check_floats(f"{name} out", out, shape)
-        check_floats(f"{name} lse", lse, shape[:2])
+        check_tensor(f"{name} out", out, torch.float32, shape, CPU)
+        check_tensor(f"{name} lse", lse, torch.float32, shape[:2], CPU)
+    attention.check_reach(batch, kv_cache)
     engine = attention.engine
     engine.choose_fluxion_pages(
         kv_cache.data_ptr(),
@@ -143,5 +144,5 @@ def keep_queries(attention: NativeAttention, layer: _native.FluxionLayer, append
     """
     for of in appended:
         last = of.query[-1]
-        check_queries(attention, last, (attention.num_q_heads, attention.head_dim))
+        check_tensor("query", last, attention.dtype, (attention.num_q_heads, attention.head_dim), CPU)
         attention.engine.keep_fluxion_query(layer, of.slot, last.data_ptr(), of.seq_len)

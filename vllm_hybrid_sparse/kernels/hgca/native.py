@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.arguments import CPU, check_tensor
 from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
-from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import check_queries
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, stored_batch
 
 
@@ -55,7 +55,7 @@ def attend_packed(
     query   [rows, q_heads, head_dim]   of the KV dtype, contiguous
     """
     shape = (len(slots), attention.num_q_heads, attention.head_dim)
-    check_queries(attention, query, shape)
+    check_tensor("query", query, attention.dtype, shape, CPU)
     out, lse = torch.empty(shape, dtype=torch.float32), torch.empty(shape[:2], dtype=torch.float32)
     of_rows = torch.tensor(slots, dtype=torch.int32)
     pages = attention.engine.attend_packed(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.arguments import CPU, check_tensor
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
@@ -74,14 +75,13 @@ def attend_pages(
     _check(attention, query, group, block_table)
     if not 0 <= kv_head < attention.num_kv_heads:
         raise KernelError(f"kv_head={kv_head}: must be one of {attention.num_kv_heads}")
-    if pages.dtype != torch.int32 or pages.dim() != 1 or not pages.is_contiguous():
-        raise KernelError(f"pages={pages.dtype} of {pages.dim()} dims: must be contiguous int32 of 1")
+    check_tensor("pages", pages, torch.int32, (None,), CPU)
     if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < len(block_table) * (
         attention.layout.pages_per_block
     ):
         raise KernelError(f"pages={int(pages.min())} to {int(pages.max())}: must lie in {len(block_table)} blocks")
     if token_scores is not None:
-        check_floats("token_scores", token_scores, (group, len(pages) * PAGE_TOKENS))
+        check_tensor("token_scores", token_scores, torch.float32, (group, len(pages) * PAGE_TOKENS), CPU)
     state = HostState(
         *(torch.empty(size, dtype=torch.float32) for size in ((group, attention.head_dim), (group,), (group,)))
     )
@@ -102,23 +102,6 @@ def attend_pages(
     return state
 
 
-def check_floats(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise KernelError unless the tensor is contiguous f32 of this shape on the CPU."""
-    fits = tensor.shape == shape and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-    if not fits or not tensor.is_contiguous():
-        given = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        raise KernelError(f"{name}={given}: must be contiguous {list(shape)} of float32 on cpu")
-
-
-def check_queries(attention: NativeAttention, query: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise KernelError unless the queries have this shape, are contiguous, of the KV dtype and on the CPU."""
-    fits = query.shape == shape and query.dtype == attention.dtype and query.device.type == "cpu"
-    if not fits or not query.is_contiguous():
-        given = f"{tuple(query.shape)} {query.dtype} on {query.device}"
-        raise KernelError(f"query={given}: must be contiguous {list(shape)} of {attention.dtype} on cpu")
-
-
 def _check(attention: NativeAttention, query: Tensor, heads: int, block_table: Tensor) -> None:
-    check_queries(attention, query, (heads, attention.head_dim))
-    if block_table.dtype != torch.int32 or block_table.dim() != 1 or not block_table.is_contiguous():
-        raise KernelError(f"block_table={block_table.dtype} of {block_table.dim()} dims: must be contiguous int32 of 1")
+    check_tensor("query", query, attention.dtype, (heads, attention.head_dim), CPU)
+    check_tensor("block_table", block_table, torch.int32, (None,), CPU)

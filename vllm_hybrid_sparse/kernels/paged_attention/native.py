@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.arguments import row_dtype
+from vllm_hybrid_sparse.kernels.arguments import CPU, check_tensor, row_dtype
 from vllm_hybrid_sparse.predictor.features import FEATURES
 from vllm_hybrid_sparse.values import (
     CODE_BITS,
@@ -297,8 +297,10 @@ class NativeAttention:
         if (hgca is not None or fluxion is not None) and not batch.native.has_slots:
             raise KernelError("slots=None: must be given where a layer keeps the state of requests")
         if sinks is not None:
-            self._check_sinks(sinks, hgca is not None or fluxion is not None)
-        self._check_reach(batch, kv_cache)
+            check_tensor("sinks", sinks, torch.float32, (self.num_q_heads,), CPU)
+            if hgca is not None or fluxion is not None:
+                raise KernelError("sinks: must be None beside hgca and fluxion")
+        self.check_reach(batch, kv_cache)
         tokens = batch.num_tokens
         self._check_rows("query", query, self.num_q_heads, tokens)
         self._check_rows("output", output, self.num_q_heads, tokens)
@@ -351,8 +353,7 @@ class NativeAttention:
         if starts is None:
             starts = torch.tensor([0, len(blocks)], dtype=torch.int32)
         for name, given in (("blocks", blocks), ("starts", starts)):
-            if given.dtype != torch.int32 or given.dim() != 1 or not given.is_contiguous():
-                raise KernelError(f"{name}={given.dtype} of {given.dim()} dims: must be contiguous int32 of 1")
+            check_tensor(name, given, torch.int32, (None,), CPU)
         if not len(starts) or starts[0] != 0 or starts[-1] != len(blocks) or bool((starts.diff() < 0).any()):
             raise KernelError(f"starts={starts.tolist()}: must ascend from 0 to the number of blocks, {len(blocks)}")
         if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < len(kv_cache):
@@ -374,7 +375,8 @@ class NativeAttention:
             raise KernelError(f"kv_cache: must be on cpu, not {kv_cache.device}")
         return block_stride
 
-    def _check_reach(self, batch: NativeBatch, kv_cache: Tensor) -> None:
+    def check_reach(self, batch: NativeBatch, kv_cache: Tensor) -> None:
+        """Raise KernelError if a token lies behind the end of the cache or of its request's block table."""
         block_tokens, blocks = self._block_tokens, len(kv_cache)
         if batch.last_slot >= blocks * block_tokens:
             raise KernelError(f"slot_mapping={batch.last_slot}: must be below {blocks} blocks of {block_tokens} tokens")
@@ -382,16 +384,6 @@ class NativeAttention:
             raise KernelError(
                 f"seq_lens={batch.longest}: the block table names {batch.table_blocks} blocks of {block_tokens} tokens"
             )
-
-    def _check_sinks(self, sinks: Tensor, with_state: bool) -> None:
-        fits = sinks.dtype == torch.float32 and sinks.shape == (self.num_q_heads,) and sinks.device.type == "cpu"
-        if not fits or not sinks.is_contiguous():
-            raise KernelError(
-                f"sinks={tuple(sinks.shape)} {sinks.dtype} on {sinks.device}: must be contiguous [{self.num_q_heads}] "
-                "of torch.float32 on cpu"
-            )
-        if with_state:
-            raise KernelError("sinks: must be None beside hgca and fluxion")
 
     def _check_rows(self, name: str, tensor: Tensor, heads: int, tokens: int) -> None:
         shape = tensor.shape

@@ -7,12 +7,13 @@ may need the weight of the retained sets.
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import check_floats, check_queries
+from vllm_hybrid_sparse.kernels.arguments import CPU, check_tensor
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
 from vllm_hybrid_sparse.values import GroupKey
 
@@ -51,7 +52,8 @@ def score_candidates(
     query       [rows, q_heads, head_dim]   of the KV dtype, contiguous
     batch       the rows, one stored token each
     """
-    check_queries(attention, query, (batch.num_tokens, attention.num_q_heads, attention.head_dim))
+    check_tensor("query", query, attention.dtype, (batch.num_tokens, attention.num_q_heads, attention.head_dim), CPU)
+    attention.check_reach(batch, kv_cache)
     attention.engine.score_candidates(
         kv_cache.data_ptr(),
         attention.block_stride(kv_cache),
@@ -74,7 +76,7 @@ def order_candidates(
     raises         KernelError if another number of rows was scored last
     """
     rows, size = len(retained_lse), attention.num_q_heads // attention.num_kv_heads
-    check_floats("retained_lse", retained_lse, (rows, attention.num_q_heads))
+    check_tensor("retained_lse", retained_lse, torch.float32, (rows, attention.num_q_heads), CPU)
     engine = attention.engine
     if not engine.order_candidates(selection, rows, retained_lse.data_ptr()):
         raise KernelError(f"retained_lse={tuple(retained_lse.shape)}: must be of as many rows as were scored last")
