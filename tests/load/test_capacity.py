@@ -215,6 +215,7 @@ def test_the_search_ends_where_a_server_does_not_show_what_is_judged() -> None:
     ("bounds", "counts", "said"),
     [
         ((5.0, 30.0, math.inf), (3.0, 3.0, 3.0), "no bound up to 2 s, the limit: its first bucket ends at 5 s"),
+        ((math.inf,), (3.0,), "no bound up to 2 s, the limit"),
         ((5.0, 30.0, math.inf), (0.0, 3.0, 3.0), None),  # not seen yet
         ((2.0, 5.0, math.inf), (0.0, 3.0, 3.0), None),
         ((0.3, 5.0, math.inf), (3.0, 3.0, 3.0), None),

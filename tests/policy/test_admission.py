@@ -104,10 +104,21 @@ def test_a_request_that_will_not_stay_resident_takes_resident_pages_while_it_is_
     too_long = 750 * PAGE_TOKENS + 1
     assert joins(rule, [20_000] * (1000 // of_one - 1), 20_000, prompt=too_long)
     assert not joins(rule, [20_000] * (1000 // of_one), 20_000, prompt=too_long)
-    # Beside it, one that comes to 30 pages leaves the others.
+    # A request of 30 pages beside it takes only those.
     least = replace(admission(30 + of_one), resident_pages=60)
     for rule, fits in ((least, True), (replace(least, layer_pages=30 + of_one - 1), False)):
         assert rule.admits([RequestLength(too_long, 20_000)], RequestLength(1, 30 * PAGE_TOKENS)) is fits
+
+
+def test_who_comes_after_such_a_request_does_not_count_as_resident() -> None:
+    rule = replace(admission(1000), resident_pages=750)
+    grows, short = RequestLength(1, 20_000), RequestLength(500, 60 * PAGE_TOKENS)
+    of_one, of_short = rule.working_set_pages(grows.most), rule.working_set_pages(short.most)
+    behind = (1000 - 750 - of_one) // of_short
+    assert 0 < behind < 750 // 60
+    assert rule.admits([grows, *[short] * (behind - 1)], short)
+    assert not rule.admits([grows, *[short] * behind], short)
+    assert rule.admits([short] * (750 // 60), grows)  # who came before does
 
 
 def test_whole_contexts_take_whole_blocks() -> None:
@@ -145,7 +156,7 @@ def test_everyone_gets_a_turn_in_order_and_the_pool_is_never_overrun_but_by_one(
             running[begun[-1]] = arrivals[begun[-1]][2]
         assert running or not waiting
         needed = sum(rule.working_set_pages(arrivals[number][1]) for number in running)
-        assert needed <= layer_pages or len(running) == 1 or rule.resident_pages
+        assert needed <= layer_pages or len(running) == 1
         running = {number: left - 1 for number, left in running.items() if left > 1}
     assert begun == list(range(len(arrivals)))
     assert not running

@@ -85,10 +85,14 @@ class Queueing:
         return False if self.above_s[0] < self.p50_s <= limit_s else None
 
     def shows_within(self, limit_s: float) -> bool:
-        """Return whether a shorter delay could be shown to be at most `limit_s`: an estimate, or a bucket that ends."""
+        """Return whether a shorter delay might be shown to be at most `limit_s`.
+
+        False if none is known, or if the median lies in the first bucket and that does not end by then. If the first
+        bucket was not seen, it might.
+        """
         if self.p50_s is None:
             return False
-        return self.above_s is None or self.above_s[0] > 0 or self.p50_s <= limit_s
+        return self.above_s is None or self.above_s[0] > 0 or 0 < self.p50_s <= limit_s
 
 
 def bounds_text(above: float, at_most: float) -> str:

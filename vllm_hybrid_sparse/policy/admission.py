@@ -58,20 +58,21 @@ class Admission:
     def _fit(self, lengths: Sequence[RequestLength]) -> bool:
         """Whether the pool holds these requests together.
 
-        In order, each request whose whole context still fits into the resident pages counts as resident. The working
-        sets of the others need the pages that no whole context takes. Such a request is resident too while it is short
-        enough, so it counts among those that take resident pages, unless its prompt alone is too long.
+        In order, each request whose whole context still fits into the resident pages counts as resident, and the
+        working sets of the others need the rest of the pool. Such a request is resident too while it is short enough,
+        so it takes all resident pages that are left, unless its prompt alone is too long. (As it grows, it may also
+        take pages of requests before it. For those few steps the pool is too small.)
         """
-        resident_pages = taken_pages = needed = 0
+        resident_pages = needed = 0
         for length in lengths:
             whole = self._whole_pages(length.most)
             if resident_pages + whole <= self.resident_pages:
                 resident_pages += whole
             else:
                 needed += self.working_set_pages(length.most)
-            if self._whole_pages(length.prompt) <= self.resident_pages:
-                taken_pages += whole
-        return needed <= self.layer_pages - min(taken_pages, self.resident_pages)
+                if self._whole_pages(length.prompt) <= self.resident_pages:
+                    resident_pages = self.resident_pages
+        return needed <= self.layer_pages - resident_pages
 
     def _whole_pages(self, tokens: int) -> int:
         """Pages of one layer that the whole context of a request takes if it is resident."""
