@@ -11,12 +11,13 @@ from tests.kernels.served_layer import ServedLayer, Shape
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
+from vllm_hybrid_sparse.kernels.fluxion.native import choose_pages, fluxion_layer, native_predictor
 from vllm_hybrid_sparse.kernels.fluxion.reference import ANCHOR_ROWS, weigh_pages
+from vllm_hybrid_sparse.kernels.paged_attention.native import native_selection, stored_batch
 from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
 from vllm_hybrid_sparse.predictor.features import DECODE_FEATURES, FEATURES, observe_anchor
 from vllm_hybrid_sparse.predictor.model import Predictor
-from vllm_hybrid_sparse.values import SPLIT_HEAD_DIM, RetainedSet
+from vllm_hybrid_sparse.values import SPLIT_HEAD_DIM, RetainedSet, SelectionSpec
 
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
 RANKINGS = [("minmax", 2), ("key_codes", 1), ("key_codes", 2), ("split_codes", 2)]  # summary, code bits
@@ -297,3 +298,24 @@ def test_what_does_not_fit_is_refused() -> None:
     layer = ServedLayer(small(summary="cuboid_mean"), num_blocks=4, fluxion=fluxion_layer(native, layer=0, tau=0.1))
     with pytest.raises(KernelError, match="needs summary key_codes or minmax, not cuboid_mean"):
         layer.step([(layer.start(), 4)])
+
+
+def test_a_row_that_is_longer_than_its_table_is_refused() -> None:
+    mirror = MirroredFluxion(small(), constant_predictor(0.1), RETAINED, granularity=16)
+    request, layer = mirror.start(), mirror.layer
+    mirror.step((request, 300))
+    assert layer.fluxion is not None
+    table = torch.tensor(request.blocks[:2], dtype=torch.int32)
+    batch = stored_batch([1], [300], [table], [request.slot], decode=True)
+    part = torch.zeros(1, 6, 32), torch.zeros(1, 6)
+    with pytest.raises(KernelError, match="seq_lens=300: the block table names 2 blocks of 16 tokens"):
+        choose_pages(
+            layer.attention,
+            layer.fluxion,
+            native_selection(SelectionSpec(), RETAINED),
+            layer.kv_cache,
+            torch.zeros(1, 6, 32),
+            batch,
+            part,
+            part,
+        )
