@@ -59,9 +59,9 @@ class Admission:
         """Whether the pool holds these requests together.
 
         In order, each request whose whole context still fits into the resident pages counts as resident, and the
-        working sets of the others need the rest of the pool. Such a request is resident too while it is short enough,
-        so it takes all resident pages that are left, unless its prompt alone is too long. (As it grows, it may also
-        take pages of requests before it. For those few steps the pool is too small.)
+        working sets of the others need the rest of the pool. One of the others is resident too while it is short
+        enough, so it takes all resident pages that are left, unless its prompt alone is too long. (As it grows, it may
+        also take pages of requests before it. Until it has outgrown the resident pages, the pool is then too small.)
         """
         resident_pages = needed = 0
         for length in lengths:
