@@ -3,7 +3,11 @@
 #
 #   deploy/cpu_vllm.sh PYTHON     the interpreter of a virtual environment
 set -euo pipefail
-python=$(realpath --no-symlinks "${1:?usage: deploy/cpu_vllm.sh PYTHON}")
+found=$(command -v -- "${1:?usage: deploy/cpu_vllm.sh PYTHON}") || {
+  printf 'cpu_vllm: %s: no such interpreter\n' "$1" >&2
+  exit 1
+}
+python=$(realpath --no-symlinks "$found")
 cd "$(dirname "$0")"
 . ./versions.sh
 

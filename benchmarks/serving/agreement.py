@@ -14,6 +14,7 @@ Exits with 1 if a definition differs, or a median by more than 5 %. `vllm bench 
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -150,7 +151,7 @@ def compare(theirs: Sequence[Json], ours: Sequence[Json]) -> list[Json]:
     rows = []
     for name in of_ours(ours[0]):
         values = [sorted(one[name] for one in runs) for runs in (theirs, [of_ours(one) for one in ours])]
-        low, high = (found[len(found) // 2] for found in values)
+        low, high = map(statistics.median, values)
         rows.append(
             {"figure": name, "vllm bench serve": values[0], "hybrid-sparse bench": values[1], "ratio": high / low}
         )

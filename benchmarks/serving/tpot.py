@@ -147,13 +147,16 @@ def groups(cases: list[Case], threads: str) -> Iterator[tuple[str, list[Case]]]:
 
 
 def best(samples: dict[Key, Samples], case: str, policy: str, side: str, what: str) -> tuple[str, dict[str, float]]:
-    """Return the thread setting with the lowest median of `what` (tpot_ms or ttft_ms), and its spread."""
+    """Return the thread setting with the lowest median of `what` (tpot_ms or ttft_ms), and its spread.
+
+    A setting without samples counts only if none has any.
+    """
     found = {
         threads: spread(getattr(value, what))
         for (name, policy_, threads, side_), value in samples.items()
         if (name, policy_, side_) == (case, policy, side)
     }
-    return min(found.items(), key=lambda item: item[1]["p50"])
+    return min(found.items(), key=lambda item: (not item[1]["values"], item[1]["p50"]))
 
 
 def summarise(samples: dict[Key, Samples], cases: list[Case], policies: list[str]) -> list[Row]:
@@ -165,8 +168,8 @@ def summarise(samples: dict[Key, Samples], cases: list[Case], policies: list[str
             continue
         stock_threads, stock = best(samples, case.name, policy, "stock", what)
         our_threads, ours = best(samples, case.name, policy, "ours", what)
-        if not stock["values"]:
-            continue
+        if what == "ttft_ms" and not stock["values"]:
+            continue  # its prompts are not computed; a tpot that could not be measured misses its bar
         ratio = stock["p50"] / ours["p50"]
         bar = case.bar(policy) if what == "tpot_ms" else TTFT_BAR
         rows.append(

@@ -31,8 +31,9 @@ unpack_all() {
 # The project itself: vLLM finds it by its .dist-info in SITE, and the checkout runs with the same native core. The package
 # in SITE is a link to the checkout, which may have changed since the wheel was made.
 install_project() {
-  local wheel
-  wheel=$(find "${1:-/nonexistent}" -name 'vllm_hybrid_sparse-*.whl' 2>/dev/null | head -1)
+  local wheel=
+  if [[ $# -gt 0 ]]; then wheel=$(find "$1" -name 'vllm_hybrid_sparse-*.whl' | head -1); fi
+  rm -rf "$SITE/vllm_hybrid_sparse" # the link of an earlier run, which pip would not replace
   "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation --no-index --upgrade --target "$SITE" "${wheel:-$ROOT}"
   cp "$SITE"/vllm_hybrid_sparse/_native*.so "$ROOT/vllm_hybrid_sparse/"
   rm -rf "$SITE/vllm_hybrid_sparse"

@@ -19,6 +19,9 @@ readonly WORK=${WORK:-${TMPDIR:-/tmp}/gpu-bundle}
 readonly VLLM=$VLLM_VERSION FLASHINFER=${FLASHINFER_VERSION:-0.7.0.post1}
 readonly CUDA=${CUDA_HOME:-/usr/local/cuda}
 readonly STAGE=$WORK/stage
+# What an earlier run left in WORK is used again only if it is of the same versions.
+readonly WHEELS=$WORK/wheels-$(sha256sum <"$HERE/pins.txt" | cut -c1-12)
+readonly CASCADE=$WORK/cascade-$FLASHINFER.so
 readonly PY=${PY312:-python3.12}
 "$PY" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null ||
   { echo "make_bundle: needs Python 3.12 with pip; name it with PY312" >&2; exit 1; }
@@ -31,7 +34,7 @@ download_wheels() {
   say "wheels"
   ls "$WORK"/big/vllm-"$VLLM"-*.whl >/dev/null 2>&1 || download "$WORK/big" "vllm==$VLLM"
   ls "$WORK"/big/flashinfer_python-"$FLASHINFER"-*.whl >/dev/null 2>&1 || download "$WORK/big" "flashinfer-python==$FLASHINFER"
-  [[ -f $WORK/wheels/.done ]] || { download "$WORK/wheels" -r "$HERE/pins.txt"; touch "$WORK/wheels/.done"; }
+  [[ -f $WHEELS/.done ]] || { download "$WHEELS" -r "$HERE/pins.txt"; touch "$WHEELS/.done"; }
 }
 
 stage_vllm() {
@@ -54,7 +57,7 @@ stage_vllm() {
 
 stage_packages() {
   say "packages that the GPU machine lacks"
-  without_warnings "$PY" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$STAGE/deps" "$WORK"/wheels/*.whl
+  without_warnings "$PY" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$STAGE/deps" "$WHEELS"/*.whl
   # Remove voices, locales and clients, which a text model never imports.
   (
     cd "$STAGE/deps"
@@ -84,14 +87,14 @@ compile_merge_state() {
     "$CUDA/bin/nvcc" "${flags[@]}" -c "$data/csrc/$source.cu" -o "$WORK/$source.o"
   done
   c++ "$WORK/cascade.o" "$WORK/flashinfer_cascade_binding.o" -shared "-L$CUDA/lib64" "-L$WORK/stubs" -lcudart -lcuda \
-    -o "$WORK/cascade.so"
+    -o "$CASCADE"
 }
 
 stage_flashinfer() {
   say "FlashInfer"
   rm -rf "$WORK/flashinfer"
   unzip -q -d "$WORK/flashinfer" "$WORK"/big/flashinfer_python-"$FLASHINFER"-*.whl
-  [[ -f $WORK/cascade.so ]] || compile_merge_state
+  [[ -f $CASCADE ]] || compile_merge_state
   cp -r "$WORK"/flashinfer/flashinfer "$WORK"/flashinfer/flashinfer_python-*.dist-info "$STAGE/fi/"
   # Of 170 MB of sources, keep only those that are needed to compile merge_state again.
   (
@@ -101,7 +104,7 @@ stage_flashinfer() {
     find csrc -mindepth 1 -maxdepth 1 -type f ! -name cascade.cu ! -name flashinfer_cascade_binding.cu ! -name '*.h' \
       ! -name '*.cuh' ! -name '*.hpp' -delete
     mkdir -p aot/cascade
-    cp "$WORK/cascade.so" aot/cascade/
+    cp "$CASCADE" aot/cascade/cascade.so
   )
 }
 
@@ -113,7 +116,7 @@ pack() { tar -C "$STAGE/$1" --sort=name --owner=0 --group=0 -cf - . | xz --lzma2
 pack_project() { without_warnings "$PY" -m pip wheel -q --no-deps -w "$1" "$HERE/../.."; }
 
 rm -rf "$STAGE"
-mkdir -p "$WORK"/{wheels,big} "$STAGE"/{core,c,fa3,moe,cfat,deps,fi} "$OUT"/{main,extra_cfat,extra_moe}
+mkdir -p "$WHEELS" "$WORK/big" "$STAGE"/{core,c,fa3,moe,cfat,deps,fi} "$OUT"/{main,extra_cfat,extra_moe}
 download_wheels
 stage_vllm
 stage_packages

@@ -47,6 +47,15 @@ SILENT = """
 """
 
 
+HALF_A_CHARACTER = """
+    import time
+    with open("/proc/self/comm", "wb") as name:
+        name.write("имя".encode()[:5])  # as the kernel cuts a name that is too long
+    print("named", flush=True)
+    time.sleep(600)
+"""
+
+
 class StandIn(Server):
     """A server whose process is a small Python script."""
 
@@ -137,6 +146,19 @@ def test_stop_kills_what_is_deaf_in_its_group(tmp_path: Path, monkeypatch: pytes
     while is_running(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_process_with_half_a_character_in_its_name_is_in_nobodys_way(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(HALF_A_CHARACTER)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout
+        assert other.stdout.readline() == b"named\n"
+        try:
+            with StandIn(SILENT, tmp_path / "log") as server:
+                assert server.running()
+            assert not server.running()
+        finally:
+            other.kill()
 
 
 def test_failure_in_the_body_stops_the_server(tmp_path: Path) -> None:

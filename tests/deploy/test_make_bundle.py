@@ -1,5 +1,6 @@
 """`deploy/gpu/make_bundle.sh`, with small programs that only leave files of the right names."""
 
+import hashlib
 import os
 import subprocess
 from pathlib import Path
@@ -40,15 +41,17 @@ echo "$2"
 
 def make_bundle(folder: Path, broken: str) -> subprocess.CompletedProcess[str]:
     bin_, work = folder / "bin", folder / "work"
-    for path in (bin_, work / "big", work / "wheels"):
+    pins = hashlib.sha256((DEPLOY / "gpu" / "pins.txt").read_bytes()).hexdigest()[:12]
+    wheels = work / f"wheels-{pins}"
+    for path in (bin_, work / "big", wheels):
         path.mkdir(parents=True)
     for name, text in PROGRAMS.items():
         (bin_ / name).write_text(text)
         (bin_ / name).chmod(0o755)
     (work / "big" / f"vllm-{VERSION}-any.whl").touch()
     (work / "big" / "flashinfer_python-0-any.whl").touch()
-    (work / "wheels" / ".done").touch()
-    (work / "cascade.so").touch()
+    (wheels / ".done").touch()
+    (work / "cascade-0.so").touch()
     env = {
         "PATH": f"{bin_}:{os.environ['PATH']}",
         "PY312": str(bin_ / "python"),
@@ -67,7 +70,7 @@ def test_a_bundle_is_of_the_version_that_is_installed_elsewhere(tmp_path: Path) 
     assert {path.name for path in (tmp_path / "out" / "main").iterdir()} == {
         "site.c.tar.xz", "site.vllm.tar.xz", "site.deps.tar.xz", "site_fi.flashinfer.tar.xz", "site.fa3.tar.xz",
     }  # fmt: skip
-    assert "download" not in (tmp_path / "log").read_text()  # the wheel of this version is there
+    assert "download" not in (tmp_path / "log").read_text()  # the wheels of these versions are there
     text = (DEPLOY / "gpu" / "make_bundle.sh").read_text(encoding="utf-8")
     assert VERSION not in text
 

@@ -72,3 +72,22 @@ def test_a_python_may_lie_in_a_folder_whose_name_has_a_blank(tmp_path: Path) -> 
     program(python).write_text('#!/bin/sh\n[ "$1" != -m ]\n')
     done = set_up(folder, PYTHON=str(python))
     assert f"{python} cannot make a virtual environment" in done.stderr
+
+
+def install_vllm(interpreter: str, path: str) -> subprocess.CompletedProcess[str]:
+    command = ["/bin/bash", str(DEPLOY / "cpu_vllm.sh"), interpreter]
+    return subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_vllm_is_installed_for_an_interpreter_that_path_knows(tmp_path: Path) -> None:
+    """It is asked for its libraries, and says `python 0`."""
+    program(tmp_path / "bin" / "python")
+    done = install_vllm("python", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert "python 0" in done.stdout
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    done = install_vllm("no-such-python", os.environ["PATH"])
+    assert done.returncode == 1
+    assert done.stderr == "cpu_vllm: no-such-python: no such interpreter\n"

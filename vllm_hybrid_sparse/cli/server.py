@@ -71,7 +71,7 @@ def _group_alive(group: int) -> bool:
     """
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _parent, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            state, _parent, its_group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended while we looked
         if int(its_group) == group and state not in "ZX":

@@ -77,3 +77,5 @@ def test_clients_are_compared_by_their_median_rounds() -> None:
     assert rows["median_ttft_ms"] == pytest.approx(2.0)
     assert rows["request_throughput"] == pytest.approx(2.0 / 500.0)
     assert len(rows) == 18
+    (ratio,) = {row["ratio"] for row in compare(theirs[:2], [ours] * 2) if row["figure"] == "median_ttft_ms"}
+    assert ratio == pytest.approx(1000.0 / 2250.0)

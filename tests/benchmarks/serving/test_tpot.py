@@ -32,3 +32,25 @@ def test_what_was_measured_is_summed_up_before_the_rest_is() -> None:
 
     assert (row["case"], row["policy"], row["figure"]) == (cases[0].name, "topk", "tpot_ms")
     assert (row["stock_threads"], row["our_threads"], row["stock_over_ours"]) == ("default", "all", 2.0)
+
+
+def test_a_bar_that_was_not_measured_is_missed() -> None:
+    """Its streams never decode together."""
+    (case, *_) = (case for case in CASES if case.bar("topk") is not None)
+    samples = {
+        (case.name, "topk", "all", "stock"): Samples(),
+        (case.name, "topk", "all", "ours"): Samples(tpot_ms=[10.0]),
+    }
+    (row,) = summarise(samples, [case], ["topk"])
+    assert row["passed"] is False
+
+
+def test_a_thread_setting_without_samples_hides_no_other() -> None:
+    (case, *_) = CASES
+    samples = {
+        (case.name, "topk", threads, side): Samples(tpot_ms=times_ms)
+        for side in ("stock", "ours")
+        for threads, times_ms in (("all", []), ("default", [20.0]))
+    }
+    (row,) = summarise(samples, [case], ["topk"])
+    assert (row["stock_threads"], row["our_threads"], row["stock_over_ours"]) == ("default", "default", 1.0)

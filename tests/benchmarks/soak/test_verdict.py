@@ -99,6 +99,13 @@ def test_counters_that_do_not_fit_are_found(name: str, value: float, rule: str) 
     assert rule in broken([*READINGS[:-1], reading(15.0, **{name: value})])
 
 
+def test_a_counter_that_falls_is_found() -> None:
+    assert "counters never fall" not in broken(READINGS)
+    before = READINGS[0].counters["vllm_hybrid_sparse_read_pages_total"]
+    last = reading(15.0, vllm_hybrid_sparse_read_pages_total=before - 1.0)
+    assert "counters never fall" in broken([*READINGS[:-1], last])
+
+
 def test_rows_that_were_not_counted_are_found() -> None:
     missing = {"vllm_hybrid_sparse_decode_rows_total": 14.0, "vllm_hybrid_sparse_selections_total": 14.0 * HEADS}
     assert broken([*READINGS[:-1], reading(15.0, **missing)]) == {"every token but a prompt's first has a decode row"}
