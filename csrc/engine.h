@@ -110,7 +110,7 @@ struct SegmentStates {
   const float* local_lse;
 };
 
-// Sums over calls, decode rows only.
+// Sums over calls, single rows only: decode rows, and a prompt's last token if a step computes it alone.
 struct Stats {
   int64_t calls = 0;
   int64_t items = 0;              // (request, KV head) pairs

@@ -58,7 +58,6 @@ struct Layout {
 
   int pages_per_block() const { return block_tokens / kPageTokens; }
   int64_t page_bytes() const { return int64_t{2} * kPageTokens * head_dim * stored_bytes(dtype); }
-  int64_t value_offset() const { return page_bytes() / 2; }
   bool has_codes() const { return summary == Summary::key_codes || summary == Summary::split_codes; }
   int summary_elements() const { return summary == Summary::minmax ? 2 * head_dim : head_dim; }
   int64_t summary_bytes() const {

@@ -42,6 +42,13 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
+// Closes a session at the end of the scope, also if an exception leaves it: helpers would wait for tasks for ever.
+struct Closing {
+  std::atomic<uint32_t>& closed;
+  uint32_t session;
+  ~Closing() { closed.store(session, std::memory_order_release); }
+};
+
 }  // namespace
 
 bool ThreadPool::openmp_is_loaded() {
@@ -119,8 +126,8 @@ void ThreadPool::run_session(void (*body)(void*), void* context) {
   if (helpers_ == Helpers::own) {
     opened_.store(session);
     if (sleepers_.load() > 0) futex_wake_all(opened_);
+    const Closing closing{closed_, session};
     body(context);
-    closed_.store(session, std::memory_order_release);
     return;
   }
   opened_.store(session, std::memory_order_release);

@@ -70,9 +70,20 @@ def checked(name: str, value: Any, setting: Setting) -> int | float | str:
     if typed is None:
         kind = {int: "a whole number", float: "a number", str: "text"}[setting.kind]
         raise refusal(name, value, f"must be {kind}, {setting.values}")
+    if isinstance(typed, str) and not _is_utf8(typed):
+        raise refusal(name, value, "must be text in UTF-8")
     if not setting.allows(typed):
         raise refusal(name, value, f"must be {setting.values}")
     return typed
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether text can be written to logs and metrics: bytes of another encoding on the command line cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _typed(value: Any, kind: type[int] | type[float] | type[str]) -> int | float | str | None:

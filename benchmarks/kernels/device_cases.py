@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.copy.gpu import load_pages, store_pages
+from vllm_hybrid_sparse.kernels.listed_attention.reference import page_of
+from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore
 from vllm_hybrid_sparse.kernels.merge import reference as merge_reference
 from vllm_hybrid_sparse.kernels.merge.gpu import merge_states
 from vllm_hybrid_sparse.kernels.progressive.gpu import progressive_attention
@@ -60,6 +62,14 @@ class Machine:
         count = torch.Size(shape).numel()
         order = torch.randperm(self.num_slots, device=self.device, dtype=torch.int32)
         return order.repeat(-(-count // self.num_slots))[:count].view(shape)
+
+    def stored(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pages at these elements of the host memory, [16 * pages, head_dim] on the CPU."""
+        elements = 2 * PAGE_TOKENS * self.head_dim
+        store = HostStore(self.host, elements, elements, elements, 1)
+        pages = [page_of(store, 0, offset // elements, self.head_dim) for offset in offsets.tolist()]
+        keys, values = (torch.cat(part) for part in zip(*pages, strict=True))
+        return keys, values
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Random numbers on the device, by default of the KV dtype."""
@@ -301,10 +311,16 @@ def progressive_case(machine: Machine, rows: int, pages: int, microbatch_pages: 
         return out
 
     def error() -> float:
-        out = run()
+        chosen, pools = slots[0, 0].long(), (machine.k_pool, machine.v_pool)
+        if missing:
+            for pool in pools:
+                pool[chosen] = torch.nan  # what is not loaded shows
+            keys, values = (part.to(machine.device) for part in machine.stored(offsets[0, 0]))
+        else:
+            keys, values = (pool[chosen].flatten(0, 1) for pool in pools)
         heads = query[0, : machine.group].float()
-        keys, values = (pool[slots[0, 0].long()].flatten(0, 1).float() for pool in (machine.k_pool, machine.v_pool))
-        return relative_error(out[0, : machine.group], (scale * heads @ keys.T).softmax(dim=1) @ values)
+        expected = (scale * heads @ keys.float().T).softmax(dim=1) @ values.float()
+        return relative_error(run()[0, : machine.group], expected)
 
     return Case(
         name=f"progressive, {'loading, ' if missing else ''}microbatches of {microbatch_pages}",

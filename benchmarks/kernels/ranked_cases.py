@@ -8,6 +8,7 @@ from benchmarks.kernels.device_cases import Case, Machine, relative_error
 from vllm_hybrid_sparse.kernels.code_scores import reference as code_scores
 from vllm_hybrid_sparse.kernels.code_scores.gpu import score_codes
 from vllm_hybrid_sparse.kernels.key_codes.gpu import encode_pages, rotate_queries
+from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, pack_codes
 from vllm_hybrid_sparse.kernels.listed_attention.gpu import attend_listed
 from vllm_hybrid_sparse.kernels.listed_attention.reference import page_of
 from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore, Tally
@@ -15,6 +16,8 @@ from vllm_hybrid_sparse.kernels.page_directory.state import Listed
 from vllm_hybrid_sparse.values import PAGE_TOKENS, summary_bytes
 
 _CODE_BITS = 2
+_CHECKED_PAGES = 16  # of each KV head, the first ones
+_UNTOUCHED = 0xA5  # what codes are filled with before they are made
 
 
 def ranked_cases(machine: Machine, rows: int, pages: int, budget: int) -> Iterator[Case]:
@@ -50,17 +53,23 @@ def code_cases(machine: Machine, rows: int, pages: int) -> Iterator[Case]:
         return score_codes(rotate_queries(query), codes, blocks, candidates, scale=machine.head_dim**-0.5, **numbers)
 
     def error() -> float:
+        """The share of wrong bytes, of which rounding makes few, or the error of scores, large if one page is wrong."""
+        codes.fill_(_UNTOUCHED)
         encode()
-        few = numbers | {"most": 16}
+        checked = offsets.view(machine.kv_heads, store_pages)[:, :_CHECKED_PAGES]
+        keys = [machine.stored(of_head)[0] for of_head in checked]
+        wanted = torch.stack([pack_codes(encode_keys(of_head, _CODE_BITS)) for of_head in keys])
+        wrong_bytes = (codes[:, :_CHECKED_PAGES].cpu() != wanted).double().mean()
         expected = code_scores.score_codes(
             query[:1].cpu(),
-            codes[:, :16].cpu(),
+            wanted,
             blocks[:1].cpu(),
-            torch.tensor([16], dtype=torch.int32),
+            torch.tensor([_CHECKED_PAGES], dtype=torch.int32),
             scale=machine.head_dim**-0.5,
-            **few,
+            **numbers | {"most": _CHECKED_PAGES},
         )
-        return relative_error(score()[:1, :, :16].cpu(), expected)
+        wrong_scores = relative_error(score()[:1, :, :_CHECKED_PAGES].cpu(), expected)
+        return float(torch.tensor((wrong_bytes, wrong_scores)).max())  # NaN if either is
 
     case = f"{rows} rows, {pages} pages"
     key_bytes = codes.shape[0] * store_pages * machine.page_bytes // 2

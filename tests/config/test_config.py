@@ -1,5 +1,6 @@
 """Settings are typed, ranged and used, or refused with name, value and rule."""
 
+import os
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields
@@ -192,6 +193,10 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
         ({"policy": "hgca", "hgca_alpha": 0}, "hybrid_sparse.hgca_alpha=0: must be above 0 and at most 1"),
         ({"policy": "hgca", "hgca_alpha": 1.01}, "hybrid_sparse.hgca_alpha=1.01: must be above 0 and at most 1"),
         ({"policy": "fluxion", "predictor": ""}, "hybrid_sparse.predictor='': must be the path of a file"),
+        (
+            {"policy": "fluxion", "predictor": os.fsdecode(b"caf\xe9.safetensors")},
+            "hybrid_sparse.predictor='caf\\udce9.safetensors': must be text in UTF-8",
+        ),
         ({"policy": "fluxion", "granularity": 8}, "hybrid_sparse.granularity=8: must be one of 0, 16, 32, 64, 128"),
         ({"policy": "fluxion", "dense_tokens": -1}, "hybrid_sparse.dense_tokens=-1: must be 0 to 16777216"),
         ({"summary": "none"}, "hybrid_sparse.summary='none': must be one of minmax, cuboid_mean, key_codes"),

@@ -87,7 +87,7 @@ def test_vllm_is_installed_for_an_interpreter_that_path_knows(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
 
 
-def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_an_interpreter_that_is_not_there_is_named() -> None:
     done = install_vllm("no-such-python", os.environ["PATH"])
     assert done.returncode == 1
     assert done.stderr == "cpu_vllm: no-such-python: no such interpreter\n"

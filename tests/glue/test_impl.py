@@ -11,6 +11,29 @@ from vllm_hybrid_sparse.glue.impl import HybridSparseImpl
 from vllm_hybrid_sparse.glue.support import FP8
 
 
+def test_loaded_blocks_get_the_summaries_of_host_and_device_before_they_are_read() -> None:
+    called: list[Any] = []
+    blocks, starts = torch.tensor([5, 4], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+    kv_cache = torch.empty(0)
+    layer_of_ours: Any = SimpleNamespace(
+        stored_dtype=None,
+        attention=SimpleNamespace(dtype=torch.float32, summarize=lambda *given: called.append(("host", *given))),
+        _runtime=SimpleNamespace(
+            settings=SimpleNamespace(prediction=None),
+            loaded_blocks=SimpleNamespace(blocks=blocks, starts=starts),
+            device_tier=SimpleNamespace(encode_blocks=lambda *given: called.append(("device", *given))),
+            cuda_layers=None,
+        ),
+        _fluxion=None,
+        _appends=True,
+        _attend=lambda *_: called.append("attend"),
+    )
+    rows = torch.zeros(1, 2, 16)
+    metadata: Any = SimpleNamespace(batch=SimpleNamespace())
+    HybridSparseImpl.forward(layer_of_ours, SimpleNamespace(), rows, rows, rows, kv_cache, metadata, rows.clone())
+    assert called == [("host", kv_cache, blocks, starts), ("device", kv_cache, [5, 4]), "attend"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("k_scale", "v_scale"), [(1.0, 1.0), (0.25, 4.0)])
 def test_a_checkpoints_scales_are_taken_out_of_keys_and_values_and_put_back(

@@ -3,6 +3,7 @@
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -246,6 +247,28 @@ def test_what_cannot_be_served_is_refused() -> None:
     model.set_attn_implementation("hybrid_sparse")
     with pytest.raises(ConfigError, match="enter a SparseSession"):
         model(prompt())
+
+
+@pytest.mark.parametrize(
+    ("asked", "refusal"),
+    [
+        ({"position_bias": 1.0}, "position_bias=1.0: must be none"),
+        ({"block_indices": 3}, "block_indices=3: must be none"),
+    ],
+)
+def test_what_a_layer_asks_of_its_attention_is_served_or_refused(asked: dict[str, Any], refusal: str) -> None:
+    """Transformers hands on what it does not know."""
+    model = tiny_llama()
+    with SparseSession(model, HybridSparseConfig(), max_tokens=512), pytest.raises(ConfigError, match=refusal):
+        model(prompt()[:, :20], **asked)
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    model = tiny_llama()
+    model.model.layers[1].self_attn.is_causal = False
+    refusal = "is_causal=False: must be true"
+    with SparseSession(model, HybridSparseConfig(), max_tokens=512), pytest.raises(ConfigError, match=refusal):
+        model(prompt()[:, :20])
 
 
 def test_a_model_that_attends_by_code_of_its_own_is_refused() -> None:

@@ -1,5 +1,7 @@
 """Whether a step of the native kernel did what the references say."""
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,11 +11,13 @@ from tests.kernels.served_layer import ServedLayer, Step
 from tests.tolerances import CODE_TIE, SCORE_TIE, THRESHOLD_TIE, assert_close
 from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_weights
 from vllm_hybrid_sparse.kernels.paged_attention.reference import BatchResult, paged_attention
-from vllm_hybrid_sparse.kernels.progressive.reference import ProgressiveResult, with_unread
+from vllm_hybrid_sparse.kernels.progressive.reference import ProgressiveResult, estimated_reading, with_unread
 from vllm_hybrid_sparse.kernels.score.reference import score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
 from vllm_hybrid_sparse.policy.selectors import SpecSelector, group_scores
+
+ESTIMATE_TIE = CODE_TIE
 
 
 def reference(layer: ServedLayer, step: Step) -> BatchResult:
@@ -52,7 +56,7 @@ def check_step(layer: ServedLayer, step: Step) -> list[str]:
                 continue
             key, value, query = request.key[:, kv_head], request.value[:, kv_head], heads[kv_head]
             where = f"request {index} of {len(key)} tokens, KV head {kv_head}"
-            excuse = near_tie(pages, result, page_scores(layer, step, query, key, value), step, tie_of(layer))
+            excuse = near_tie(layer, step, query, key, value, pages, result)
             assert excuse, f"{where}: read {pages}, the reference reads {result.pages}"
             excuses.append(f"{where}: {excuse}")
             group = slice(kv_head * len(query), (kv_head + 1) * len(query))
@@ -98,8 +102,17 @@ def same_pages(pages: list[int], expected: list[int], step: Step) -> bool:
     return pages == expected if step.selection.threshold < 1 else sorted(pages) == sorted(expected)
 
 
-def near_tie(pages: list[int], result: ProgressiveResult, scores: dict[int, float], step: Step, tie: float) -> str:
+def near_tie(
+    layer: ServedLayer,
+    step: Step,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pages: list[int],
+    result: ProgressiveResult,
+) -> str:
     """Why `pages` may differ from the reference's: tied scores, or P_acc on the threshold. Empty if they may not."""
+    scores, tie = page_scores(layer, step, query, key, value), tie_of(layer)
     if len(set(pages)) != len(pages) or not set(pages) <= set(scores):
         return ""
     if step.selection.threshold == 1:
@@ -113,17 +126,37 @@ def near_tie(pages: list[int], result: ProgressiveResult, scores: dict[int, floa
         return ""
     if len(pages) == len(result.pages):
         return f"these tie: {pairs}"
+    if step.selection.estimated_remainder:
+        rest = sorted(set(scores) - set(pages), key=lambda page: (-scores[page], page))
+        return near_estimate(layer, step, query, key, value, pages, rest)
     return near_threshold(pages, result, step)
 
 
 def near_threshold(pages: list[int], result: ProgressiveResult, step: Step) -> str:
     """Why reading may stop sooner or later than the reference; empty if it may not."""
-    microbatch_pages = step.selection.microbatch_pages
-    if step.selection.estimated_remainder:
-        # The estimate of what is unread decides, too: the order is the same, cut a microbatch earlier or later.
-        further = abs(len(pages) - len(result.pages))
-        return "P_acc is near the threshold" if further <= microbatch_pages else ""
-    decided = min(len(pages), len(result.pages)) // microbatch_pages - 1
+    decided = min(len(pages), len(result.pages)) // step.selection.microbatch_pages - 1
     if 0 <= decided < len(result.mass) and abs(result.mass[decided].min() - step.selection.threshold) < THRESHOLD_TIE:
         return f"P_acc is on the threshold after microbatch {decided}"
+    return ""
+
+
+def near_estimate(
+    layer: ServedLayer, step: Step, query: Tensor, key: Tensor, value: Tensor, pages: list[int], rest: list[int]
+) -> str:
+    """Why reading by estimates may stop after `pages`, which `rest` follows in order; empty if it may not.
+
+    The reference stops there too if the weights read, beside those unread, may differ by the tie, as a factor: this is
+    a threshold whose odds, t / (1 - t), differ by it. Both kinds of looks are then moved, those at what has been read
+    and those that say how much more is read at once.
+    """
+    shape, first_page, end_page = layer.shape, *step.retained.candidate_range(len(key))
+    attend = partial(attend_pages, query, key, value, scale=shape.scale)
+    weights = estimate_weights(query, encode_keys(key[16 * first_page : 16 * end_page], shape.code_bits), shape.scale)
+    alone = attend(step.retained.retained_pages(len(key)))
+    odds = step.selection.threshold / (1 - step.selection.threshold)
+    for log_factor in (0.0, -ESTIMATE_TIE, ESTIMATE_TIE):
+        moved = odds * math.exp(log_factor)
+        selector = SpecSelector(replace(step.selection, threshold=moved / (1 + moved)))
+        if estimated_reading(attend, *alone, [*pages, *rest], weights, selector).pages == pages:
+            return f"the reference reads {len(pages)} pages too with the threshold's odds times e^{log_factor}"
     return ""

@@ -76,11 +76,52 @@ BATCH: dict[str, torch.Tensor] = {
         ("slot_mapping", torch.tensor([0, 32, 33], dtype=torch.int32)),
         ("slot_mapping", torch.tensor([0, 32])),
         ("decode_mask", torch.tensor([True])),
+        ("decode_mask", torch.tensor([[True, False], [True, False]])),
+        ("decode_mask", torch.tensor(True)),
+        ("decode_mask", torch.zeros(2, dtype=torch.bool, device="meta")),
     ],
 )
 def test_a_batch_of_the_wrong_shape_is_refused_by_name(name: str, wrong: torch.Tensor) -> None:
     with pytest.raises(KernelError, match=name):
         NativeBatch.from_tensors(**(BATCH | {name: wrong}))
+
+
+@pytest.mark.parametrize(
+    ("starts", "seq_lens", "rule"),
+    [
+        ([1, 2, 3], [1, 2], r"query_start_loc=\[1, 2, 3\]: must begin with 0 and never descend"),
+        ([-1, 1, 3], [9, 9], r"query_start_loc=\[-1, 1, 3\]: must begin with 0 and never descend"),
+        ([0, 4, 3], [9, 9], r"query_start_loc=\[0, 4, 3\]: must begin with 0 and never descend"),
+        ([0, 1, 3], [1, 1], "seq_lens=1: must be at least the 2 query tokens of request 1"),
+        ([0, 1, 3], [1, 0], "seq_lens=0: must be at least the 2 query tokens of request 1"),
+        ([0, 0, 3], [-1, 3], "seq_lens=-1: must be at least the 0 query tokens of request 0"),
+        ([0, 1, 3], [-1, 2], "seq_lens=-1: must be at least the 1 query tokens of request 0"),
+    ],
+)
+def test_query_tokens_are_the_last_ones_of_each_request(starts: list[int], seq_lens: list[int], rule: str) -> None:
+    wrong = {"query_start_loc": starts, "seq_lens": seq_lens}
+    given = {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in wrong.items()}
+    with pytest.raises(KernelError, match=f"^{rule}$"):
+        NativeBatch.from_tensors(**(BATCH | given))
+
+
+@pytest.mark.parametrize(
+    ("starts", "seq_lens"),
+    [
+        ([0, 1, 1], [1, 0]),  # vLLM's padding: no tokens of no request
+        ([0, 1, 1], [1, 7]),
+        ([0, 1, 2], [1, 0]),  # stored, not attended
+        ([0, 0, 3], [0, 3]),
+        ([0, 0, 0], [0, 0]),
+    ],
+)
+def test_padding_and_rows_that_are_only_stored_are_taken(starts: list[int], seq_lens: list[int]) -> None:
+    given = {"query_start_loc": starts, "seq_lens": seq_lens}
+    batch = NativeBatch.from_tensors(
+        **(BATCH | {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in given.items()})
+    )
+    assert batch.num_tokens == starts[-1]
+    assert batch.longest == max(seq_lens)
 
 
 @pytest.mark.parametrize(

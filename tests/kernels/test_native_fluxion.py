@@ -13,11 +13,11 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.fluxion.native import choose_pages, fluxion_layer, native_predictor
 from vllm_hybrid_sparse.kernels.fluxion.reference import ANCHOR_ROWS, weigh_pages
-from vllm_hybrid_sparse.kernels.paged_attention.native import native_selection, stored_batch
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch, native_selection, stored_batch
 from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
 from vllm_hybrid_sparse.predictor.features import DECODE_FEATURES, FEATURES, observe_anchor
 from vllm_hybrid_sparse.predictor.model import Predictor
-from vllm_hybrid_sparse.values import SPLIT_HEAD_DIM, RetainedSet, SelectionSpec
+from vllm_hybrid_sparse.values import SPLIT_HEAD_DIM, RetainedSet, SalienceSpec, SelectionSpec
 
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=32)
 RANKINGS = [("minmax", 2), ("key_codes", 1), ("key_codes", 2), ("split_codes", 2)]  # summary, code bits
@@ -296,8 +296,38 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(KernelError, match="predictor="):
         native_predictor(other)
     layer = ServedLayer(small(summary="cuboid_mean"), num_blocks=4, fluxion=fluxion_layer(native, layer=0, tau=0.1))
-    with pytest.raises(KernelError, match="needs summary key_codes or minmax, not cuboid_mean"):
+    with pytest.raises(KernelError, match=r"^summary=cuboid_mean: fluxion needs key_codes, split_codes or minmax$"):
         layer.step([(layer.start(), 4)])
+    both = ServedLayer(
+        small(),
+        num_blocks=4,
+        salience=SalienceSpec(),
+        retained=RETAINED,
+        fluxion=fluxion_layer(native, layer=0, tau=0.1),
+    )
+    with pytest.raises(KernelError, match=r"^hgca: must be None beside fluxion$"):
+        both.step([(both.start(), 4)])
+
+
+def test_pages_are_not_chosen_without_slots_or_by_other_summaries() -> None:
+    part = torch.zeros(1, 6, 32), torch.zeros(1, 6)
+    selection = native_selection(SelectionSpec(), RETAINED)
+    for summary, slots, rule in (
+        ("key_codes", None, "slots=None: must be given where a layer keeps the state of requests"),
+        ("cuboid_mean", torch.tensor([0], dtype=torch.int32), "summary=cuboid_mean: fluxion needs key_codes, split"),
+    ):
+        state = fluxion_layer(native_predictor(Predictor()), layer=0, tau=0.1)
+        layer = ServedLayer(small(summary=summary), num_blocks=4, fluxion=state)
+        batch = NativeBatch.from_tensors(
+            torch.tensor([0, 1], dtype=torch.int32),
+            torch.tensor([20], dtype=torch.int32),
+            torch.tensor([[0, 1]], dtype=torch.int32),
+            torch.tensor([-1]),
+            torch.tensor([True]),
+            slots,
+        )
+        with pytest.raises(KernelError, match=f"^{rule}"):
+            choose_pages(layer.attention, state, selection, layer.kv_cache, torch.zeros(1, 6, 32), batch, part, part)
 
 
 def test_a_row_that_is_longer_than_its_table_is_refused() -> None:

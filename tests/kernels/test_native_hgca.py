@@ -10,6 +10,8 @@ from tests.kernels.hgca_checks import MirroredLayer
 from tests.kernels.served_layer import Request, ServedLayer, Shape
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.hgca.native import begin_row, end_row, reevaluate
+from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
 from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
 from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
 
@@ -265,3 +267,55 @@ def test_a_layer_with_state_needs_slots() -> None:
     nothing = torch.zeros(0, 4, 64)
     with pytest.raises(KernelError, match="slots=None"):
         plain.attention.forward(nothing, None, None, plain.kv_cache, batch, SelectionSpec(), RETAINED, nothing, state)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(10, dtype=torch.int64),
+        torch.zeros(20, dtype=torch.int32)[::2],
+        torch.zeros(1, 10, dtype=torch.int32),
+        torch.zeros(10, dtype=torch.int32, device="meta"),
+    ],
+)
+def test_a_row_begins_with_a_block_table_that_can_be_read(wrong: torch.Tensor) -> None:
+    mirror = MirroredLayer(small(), SALIENCE, RETAINED)
+    request, layer = mirror.start(), mirror.layer
+    mirror.step((request, 150))
+    assert layer.hgca is not None
+    with pytest.raises(
+        KernelError, match=r"^block_table=\[.*\] int\d\d on \w+, strides .* must be \[any\] int32 on cpu"
+    ):
+        begin_row(layer.attention, layer.hgca, layer.kv_cache, wrong, request.slot, 151)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "shape"),
+    [
+        ("scores", torch.zeros(6, 64, dtype=torch.float64), r"\[6, any\]"),
+        ("scores", torch.zeros(5, 64), r"\[6, any\]"),
+        ("scores", torch.zeros(6, 128)[:, ::2], r"\[6, any\]"),
+        ("lse", torch.zeros(12)[::2], r"\[6\]"),
+        ("lse", torch.zeros(6, device="meta"), r"\[6\]"),
+    ],
+)
+def test_a_row_ends_with_scores_that_can_be_read(name: str, wrong: torch.Tensor, shape: str) -> None:
+    mirror = MirroredLayer(small(), SALIENCE, RETAINED)
+    request, layer = mirror.start(), mirror.layer
+    mirror.step((request, 150))
+    assert layer.hgca is not None
+    given = {"scores": torch.zeros(6, 64), "lse": torch.zeros(6)} | {name: wrong}
+    rule = rf"{name}=\[.*\] \w+ on \w+, strides \[.*\]: must be {shape} float32 on cpu, .*contiguous"
+    with pytest.raises(KernelError, match=f"^{rule}$"):
+        end_row(layer.attention, layer.hgca, request.slot, 151, **given)
+
+
+def test_rows_behind_the_end_of_their_table_are_not_judged_by() -> None:
+    mirror = MirroredLayer(small(), SALIENCE, RETAINED)
+    request, layer = mirror.start(), mirror.layer
+    mirror.step((request, 150))
+    assert layer.hgca is not None
+    table = torch.tensor(request.blocks[:2], dtype=torch.int32)
+    appended = [LatestRows(request.slot, torch.zeros(6, 6, 32), 150, table)]
+    with pytest.raises(KernelError, match=r"^seq_lens=150: the block table names 2 blocks of 16 tokens$"):
+        reevaluate(layer.attention, layer.hgca, layer.kv_cache, appended)

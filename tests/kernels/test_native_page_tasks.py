@@ -155,6 +155,21 @@ def test_groups_may_attend_between_the_two_calls() -> None:
     assert [one.pages.tolist() for one in found.values()] == [one.pages.tolist() for one in expected.values()]
 
 
+@pytest.mark.parametrize(
+    ("name", "summary", "rule"),
+    [
+        ("topk", "none", "summary=none: must be one that pages can be ranked by"),
+        ("topk", "split_codes", "summary=split_codes: ranked by fluxion alone"),
+        ("estimated", "minmax", "estimated_remainder=True: needs summary key_codes, not minmax"),
+    ],
+)
+def test_summaries_that_do_not_serve_the_selection_are_refused(name: str, summary: str, rule: str) -> None:
+    rows = Rows(Shape(summary=summary), 0.0)
+    native = native_selection(SELECTIONS[name], RETAINED)
+    with pytest.raises(KernelError, match=f"^{rule}$"):
+        score_candidates(rows.layer.attention, native, rows.layer.kv_cache, rows.query, rows.batch())
+
+
 def test_wrong_tensors_are_refused() -> None:
     rows = Rows(Shape(), 0.0)
     native = native_selection(SELECTIONS["topk"], RETAINED)

@@ -1,6 +1,9 @@
 """The host store is real memory before the first request."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,3 +42,25 @@ def test_contents_stay_and_a_part_of_a_storage_populates_all_of_it() -> None:
 def test_less_than_a_page_is_left_alone() -> None:
     assert prefault(torch.zeros(3)) == []
     assert prefault(torch.zeros(0)) == []
+
+
+def test_threads_take_the_cores_that_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that calls may be bound to one of them: vLLM binds it on CPUs."""
+    cores = sorted(os.sched_getaffinity(0))
+    pools = []
+
+    class Watched(ThreadPoolExecutor):
+        def __exit__(self, *error: Any) -> None:
+            pools.append((self._max_workers, self.submit(os.sched_getaffinity, 0).result()))
+            super().__exit__(*error)
+
+    monkeypatch.setattr(prefault_module, "ThreadPoolExecutor", Watched)
+    tensor = torch.empty(MIB, dtype=torch.uint8)
+    os.sched_setaffinity(0, cores[:1])  # of this thread
+    try:
+        prefault(tensor)
+        prefault(tensor, cores)
+        prefault(tensor, [10**4])  # no such core
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert pools == [(1, {cores[0]}), (min(8, len(cores)), set(cores)), (1, {cores[0]})]

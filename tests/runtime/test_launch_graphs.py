@@ -1,8 +1,9 @@
 """Launches that come again are captured once, and read the tensors of their own step."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.runtime.test_step import POLICIES, SMALL
 from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.runtime import launch_graphs
 from vllm_hybrid_sparse.runtime.launch_graphs import LaunchGraphs
-from vllm_hybrid_sparse.runtime.step_rows import room_for
+from vllm_hybrid_sparse.runtime.step_rows import RankedRows, room_for
 
 TINY = Shape(head_dim=16, block_tokens=32)
 
@@ -127,23 +128,66 @@ def test_there_is_room_for_a_number_and_not_much_more() -> None:
     assert len(set(rooms[:2999])) < 50
 
 
+def replaying(policy: dict[str, Any], resident: float = 0.0) -> TieredModel:
+    settings = {**SMALL, **policy, "device": "cuda", "device_ranking": "device"}
+    settings |= {"device_pool_pages": 128, "device_resident_share": resident}
+    return TieredModel(settings, shape=TINY, layers=2, capture=Relaunched)
+
+
+def check_eight_steps(model: TieredModel, *lengths: int) -> None:
+    """Begin requests and decode eight tokens of each, at least three of them by replays; check every step."""
+    Relaunched.replays = 0
+    requests = [model.start() for _ in lengths]
+    for request, length in zip(requests, lengths, strict=True):
+        model.step([(request, length)], decode=False)
+    excuses = []
+    for _ in range(8):
+        steps = model.step([(request, 1) for request in requests], sharpness=3.0)
+        for layer, step in zip(model.layers, steps, strict=True):
+            excuses += check_step(layer, step)
+    assert len(excuses) <= 4, excuses
+    assert Relaunched.replays >= 2 * 3, "of two layers, three steps at the least"
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("policy", "resident"), [("dense", 0.0), ("dense", 0.4), ("dense", 0.9), ("topk-codes", 0.0), ("codes", 0.0)]
 )
 def test_steps_that_are_replayed_read_their_own_pages(policy: str, resident: float) -> None:
     """The steps cross the end of a block and the ends of pages, which are summarised before the attention."""
-    settings = {**SMALL, **POLICIES[policy], "device": "cuda", "device_ranking": "device"}
-    settings |= {"device_pool_pages": 128, "device_resident_share": resident}
-    Relaunched.replays = 0
-    with TieredModel(settings, shape=TINY, layers=2, capture=Relaunched) as model:
-        requests = [model.start() for _ in range(3)]
-        for request, length in zip(requests, (30, 70, 155), strict=True):
-            model.step([(request, length)], decode=False)
-        excuses = []
-        for _ in range(8):
-            steps = model.step([(request, 1) for request in requests], sharpness=3.0)
-            for layer, step in zip(model.layers, steps, strict=True):
-                excuses += check_step(layer, step)
-        assert len(excuses) <= 4, excuses
-    assert Relaunched.replays >= 2 * 3, "of two layers, three steps at the least"
+    with replaying(POLICIES[policy], resident) as model:
+        check_eight_steps(model, 30, 70, 155)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("policy", "length", "number"),
+    [
+        (POLICIES["dense"], 250, "most_retained"),  # 17 pages from the seventh step on
+        (POLICIES["topk-codes"], 315, "most_candidates"),  # 17 from the fifth step on
+        ({**POLICIES["topk-codes"], "topk_ratio": 0.9}, 331, "most_budget"),  # 17 of 18, likewise
+    ],
+)
+def test_rows_that_outgrow_what_was_captured_are_launched_anew(
+    policy: dict[str, Any], length: int, number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of 16 pages leaves out the 17th. Only one number tells: the tensors stay in their places."""
+    seen: list[RankedRows] = []
+    with replaying(policy) as model:
+        ranking = model.tier.ranking
+        assert ranking is not None
+        rows_of = ranking.rows
+
+        def spy(*step: Any) -> Sequence[RankedRows]:
+            parts = rows_of(*step)
+            seen.extend(parts)
+            return parts
+
+        monkeypatch.setattr(ranking, "rows", spy)
+        check_eight_steps(model, length, 30, 70)  # first, so that its 17th page would be taken from the next list
+    assert len({rows.held for rows in seen}) == 1
+    values = {
+        name: [getattr(rows, name) for rows in seen] for name in ("most_retained", "most_candidates", "most_budget")
+    }
+    assert [name for name, of_steps in values.items() if len(set(of_steps)) > 1] == [number]
+    assert (values[number][2], values[number][-1]) == (16, 32), "captured in the third step, and too small in the last"

@@ -3,9 +3,11 @@
 import random
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tests.memory.host_store import HEAD_DIM, Store
 from tests.memory.many_requests import REQUESTS, drive
@@ -23,6 +25,11 @@ MOST_FRAMES = 20
 CAPACITY = 24 + MOST_FRAMES * LAYERS
 
 
+def stored(tokens: Sequence[float], layer: int) -> Tensor:
+    """The numbers that tokens are in a layer, in float32: no layer's are another's."""
+    return torch.tensor(tokens) + layer
+
+
 class Traffic:
     """Requests that come, decode and leave, at most four at a time; blocks of one page, two layers of one KV head."""
 
@@ -34,7 +41,7 @@ class Traffic:
         frames = FrameShape(layers=LAYERS, kv_heads=1, pages_per_block=1)
         self.residency = Residency(self.loader, frames, self.store.sources, MOST_FRAMES)
         self.free = deque(range(BLOCKS))
-        self.running: list[tuple[list[int], list[float]]] = []  # blocks, and the number that each token is
+        self.running: list[tuple[list[int], list[float]]] = []  # blocks, and the number that each token is in layer 0
         self.started = self.aborted = self.resident_rows = self.tiered_rows = 0
 
     def start(self) -> None:
@@ -44,8 +51,9 @@ class Traffic:
         self.residency.forget(blocks)
         self.loader.forget(numbered([PageKey(layer, 0, block) for layer in range(LAYERS) for block in blocks]))
         for place, block in enumerate(blocks):
-            values = torch.tensor(tokens[place * PAGE_TOKENS : (place + 1) * PAGE_TOKENS])
+            in_block = tokens[place * PAGE_TOKENS : (place + 1) * PAGE_TOKENS]
             for layer in range(LAYERS):
+                values = stored(in_block, layer)
                 keys, rows = self.store._parts(PageKey(layer, 0, block))
                 keys[:, : len(values)] = values
                 rows[: len(values)] = values[:, None]
@@ -62,7 +70,8 @@ class Traffic:
         divided = self.residency.divide(range(len(tables)), tables, [len(tokens) for _, tokens in self.running])
         for layer in range(LAYERS):
             for blocks, tokens in self.running:
-                self.store.write(PageKey(layer, 0, blocks[-1]), (len(tokens) - 1) % PAGE_TOKENS, tokens[-1])
+                number = float(stored(tokens[-1:], layer))
+                self.store.write(PageKey(layer, 0, blocks[-1]), (len(tokens) - 1) % PAGE_TOKENS, number)
             if divided.rows is not None:
                 self.read(layer, divided.rows)
             if divided.entering is not None:
@@ -70,12 +79,12 @@ class Traffic:
         self.tiered_rows += int((~divided.resident).sum())
 
     def read(self, layer: int, rows: ResidentRows) -> None:
-        new = torch.tensor([self.running[row][1][-1] for row in rows.tokens])
+        new = stored([self.running[row][1][-1] for row in rows.tokens], layer)
         for part in self.residency.frames(layer):
             part[rows.new_frames, :, rows.new_places] = new[:, None, None]
             for place, row in enumerate(rows.tokens):
                 read = part[rows.frames[place].long(), 0].flatten(0, 1)[: rows.seq_lens[place]]
-                assert torch.equal(read, torch.tensor(self.running[row][1])[:, None].expand_as(read))
+                assert torch.equal(read, stored(self.running[row][1], layer)[:, None].expand_as(read))
         self.resident_rows += len(rows.tokens)
 
     def leave(self) -> None:

@@ -212,8 +212,9 @@ def test_blocks_that_are_copied_take_their_codes_along() -> None:
         check_codes(model, [copy])
 
 
-def test_blocks_that_others_write_are_not_found_and_get_codes() -> None:
-    with model_of("cuda", {"policy": "topk", "topk_pages": 2}) as model:
+@DEVICES
+def test_blocks_that_others_write_are_not_found_and_get_codes(device: str) -> None:
+    with model_of(device, {"policy": "topk", "topk_pages": 2}) as model:
         layer = model.layers[0]
         one, other = begin(model, 150, 150)
         for _ in range(3):
@@ -223,8 +224,7 @@ def test_blocks_that_others_write_are_not_found_and_get_codes() -> None:
         for written, appended in ((one[0].key, other[0].key), (one[0].value, other[0].value)):
             written[:128] = appended[:128]
         model.tier.forget_blocks(one[0].blocks[:4])
-        assert layer.on_cuda is not None
-        layer.on_cuda.encode_blocks(layer.kv_cache, one[0].blocks[:4])
+        model.tier.encode_blocks(layer.kv_cache, one[0].blocks[:4])
         decode(model, one, other)
         check_codes(model, one, other)
 

@@ -26,12 +26,14 @@ from vllm_hybrid_sparse.values import GroupKey
 class _Executor:
     """Takes the place of the native kernel that a `ServedLayer` calls."""
 
-    def __init__(self, layer: "TieredServedLayer") -> None:
+    def __init__(self, layer: "TieredServedLayer", places: dict[tuple[Any, ...], torch.Tensor]) -> None:
+        """Copy what it is given to `places`, which all layers of a model share."""
         self._layer, self._native = layer, layer.tiered_attention
         self.num_kv_heads = layer.shape.num_kv_heads
         self._requests = RequestSlots()
         self._ranked: dict[tuple[int, int], list[int]] = {}  # in the last step, by token and KV head
-        self._places: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._read: dict[GroupKey, list[int]] = {}  # likewise, of two-tier rows
+        self._places = places
         self._starts: list[int] = []  # first token of each of its requests
 
     def forward(self, query: Any, key: Any, value: Any, kv_cache: Any, batch: Any, *rest: Any) -> None:
@@ -53,7 +55,7 @@ class _Executor:
             ]
             self._layer.on_cuda.forward(*placed[:3], kv_cache, on_device, placed[3], *states)
             output.copy_(placed[3])
-            self._keep_ranked()
+            self._keep_pages()
             if self._layer.looks_back_at_once:
                 layer = self._layer.tier.layer_of(kv_cache)
                 waiting = [rows.slot for rows in self._layer.on_cuda.prompt_rows.waiting(layer)]
@@ -63,14 +65,19 @@ class _Executor:
             query_start, seq_lens, block_table, slot_mapping, mask, slots, divide=self._layer.divide
         )
         self._layer.tiered.forward(query, key, value, kv_cache, tiered, output, *states)
-        self._keep_ranked()
+        self._keep_pages()
 
     def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in the same place as the last one of this shape, like tensors between a model's captured graphs."""
+        """A copy in the same place as the last one of this shape, like tensors between a model's captured graphs.
+
+        Whichever layer that was of: a layer's tensors may lie where another's did, and tell nobody which layer it is.
+        """
         place = self._places.setdefault((name, *tensor.shape), torch.empty_like(tensor))
         return place.copy_(tensor)
 
-    def _keep_ranked(self) -> None:
+    def _keep_pages(self) -> None:
+        """Copy what the layer read, before the next layer overwrites it."""
+        self._read = {group: pages.tolist() for group, pages in self._layer.tiered.last_pages.items()}
         ranking = self._layer.tier.ranking
         self._ranked = {} if ranking is None else ranking.last_pages()
 
@@ -93,7 +100,7 @@ class _Executor:
             return self._ranked.get((self._starts[request], kv_head), [])
         if self._layer.fluxion is not None:
             return self._native.last_plan(self._row(request), kv_head)
-        return list(self._layer.tiered.last_pages[GroupKey(self._row(request), kv_head)])
+        return self._read[GroupKey(self._row(request), kv_head)]
 
     def last_features(self, request: int, kv_head: int) -> torch.Tensor:
         return self._native.last_features(self._row(request), kv_head)
@@ -155,16 +162,21 @@ class TieredModel:
             )
             for _ in range(layers)
         ]
+        # From here on each layer draws its own numbers, so that a layer that is taken for another is noticed. The free
+        # blocks are drawn already: a request has the same blocks in all layers.
+        for index, layer in enumerate(self.layers[1:], start=1):
+            layer.generator.manual_seed(index)
         kernel = self.layers[0].attention
         self.tier = DeviceTier(self.config, [layer.kv_cache for layer in self.layers], kernel, device=device)
         self.tier.pool.key.fill_(torch.nan)
         self.tier.pool.value.fill_(torch.nan)
         kv_caches = [layer.kv_cache for layer in self.layers]
         on_cuda = CudaLayers(self.tier, kernel, kv_caches, capture) if device else None
+        places: dict[tuple[Any, ...], torch.Tensor] = {}
         for layer in self.layers:
             layer.tier, layer.on_cuda, layer.tiered_attention = self.tier, on_cuda, kernel
             layer.tiered = on_cuda.tiered if on_cuda else TieredLayer(self.tier, kernel, shape.scale)
-            layer.attention = _Executor(layer)  # type: ignore[assignment]
+            layer.attention = _Executor(layer, places)  # type: ignore[assignment]
 
     def start(self) -> list[Request]:
         """One request, as each layer sees it, with a slot of its own."""

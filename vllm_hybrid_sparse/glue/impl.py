@@ -136,8 +136,8 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         loaded = self._runtime.loaded_blocks
         if loaded is not None and self._appends:
             self.attention.summarize(kv_cache, loaded.blocks, loaded.starts)
-            if self._runtime.cuda_layers is not None:
-                self._runtime.cuda_layers.encode_blocks(kv_cache, loaded.blocks.tolist())
+            if self._runtime.device_tier is not None:
+                self._runtime.device_tier.encode_blocks(kv_cache, loaded.blocks.tolist())
         batch = attn_metadata.batch
         if isinstance(batch, DeviceBatch):
             layers = self._runtime.cuda_layers

@@ -19,6 +19,7 @@ from vllm_hybrid_sparse.glue.worker_report import WorkerReport
 from vllm_hybrid_sparse.memory.frames import with_frame_room
 from vllm_hybrid_sparse.memory.prefault import prefault
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
+from vllm_hybrid_sparse.runtime.cores import usable_cores
 from vllm_hybrid_sparse.runtime.host import begin_engine, host_runtime
 from vllm_hybrid_sparse.runtime.loaded_blocks import LoadedBlocks
 
@@ -74,7 +75,7 @@ class HostStoreWorker(WorkerBase):
         kv_caches = self.kv_caches()
         self._host_kv_bytes = _bytes_of(kv_caches)
         self._ready = True
-        declined = prefault(kv_caches[0]) if kv_caches else []
+        declined = prefault(kv_caches[0], usable_cores()) if kv_caches else []
         self.open_device(kv_caches)
         logger.info("hybrid_sparse: %s", self._runtime.describe())
         logger.info(

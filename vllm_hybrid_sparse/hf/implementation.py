@@ -12,6 +12,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from vllm_hybrid_sparse.errors import ConfigError
 
+_CHOSEN_ELSEWHERE = ("indices", "block_indices")  # of the tokens that a model lets its rows see
+
 Attend = Callable[..., tuple[Tensor, None]]
 """Attention as Transformers calls it: (module, query, key, value, mask, …), each [batch, heads, tokens, head_dim]."""
 
@@ -21,9 +23,9 @@ def attention_implementation(model: PreTrainedModel, name: str, attend: Attend) 
     """Have the model attend by `attend`, registered under `name`; at the end restore its previous implementation.
 
     Layers with a sliding window attend by Transformers' own scaled_dot_product_attention instead. For the others no
-    mask is built, since one unpadded sequence is causal. Padding, soft-capped scores, learned sinks and a model with
-    attention code of its own raise ConfigError. The name stays registered, so `attend` must refuse calls from outside
-    the context.
+    mask is built, since one unpadded sequence is causal. Padding, soft-capped scores, learned sinks, biases of
+    positions, tokens that the model chooses itself, attention that is not causal, and a model with attention code of
+    its own raise ConfigError. The name stays registered, so `attend` must refuse calls from outside the context.
     """
     before = model.config._attn_implementation
     AttentionInterface.register(name, _beside_windows(attend))
@@ -96,10 +98,13 @@ def _beside_windows(attend: Attend) -> Attend:
         sliding_window: int | None = None,
         **extra: Any,
     ) -> tuple[Tensor, None]:
-        for name in ("softcap", "s_aux"):
+        for name in ("softcap", "s_aux", *_CHOSEN_ELSEWHERE, *(() if sliding_window else ("position_bias",))):
             if extra.get(name) is not None:
                 raise ConfigError(f"{name}={extra[name]}: must be none")
         if sliding_window is None:
+            causal = extra.get("is_causal")
+            if not (getattr(module, "is_causal", True) if causal is None else causal):
+                raise ConfigError("is_causal=False: must be true, since rows see earlier tokens alone")
             return attend(module, query, key, value, attention_mask, **extra)
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **extra)
         return output, None

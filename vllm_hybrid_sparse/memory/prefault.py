@@ -5,9 +5,11 @@ memory shows only then, and resident memory creeps up until every block has been
 page reads would miss in the address translation.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -21,8 +23,10 @@ _MOST_THREADS = 8
 """The most threads that populate pieces at once. One thread took 2 to 7 s for 6 GiB in a virtual machine (ad hoc)."""
 
 
-def prefault(tensor: torch.Tensor) -> list[str]:
+def prefault(tensor: torch.Tensor, cores: Collection[int] = ()) -> list[str]:
     """Populate the storage of `tensor` and ask for huge pages; contents stay as they are.
+
+    cores   for the threads that populate; empty: the caller's. vLLM binds the caller to one core on CPUs.
 
     Returns the advice that the kernel declined ("populate", "collapse"): an older kernel also works, only more slowly.
     """
@@ -40,8 +44,13 @@ def prefault(tensor: torch.Tensor) -> list[str]:
         """0, or the error number if it was declined; other threads run meanwhile."""
         return 0 if libc.madvise(*piece, advice) == 0 else ctypes.get_errno()
 
+    def spread_out() -> None:
+        with contextlib.suppress(OSError):  # no core of these: the caller's
+            os.sched_setaffinity(0, usable)  # of this thread
+
+    usable = set(cores) or os.sched_getaffinity(0)
     declined = []
-    with ThreadPoolExecutor(max_workers=min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(usable)), initializer=spread_out) as threads:
         for name, advice in (
             ("hugepage", _MADV_HUGEPAGE),
             ("populate", _MADV_POPULATE_WRITE),

@@ -30,9 +30,9 @@ def other_cores() -> list[int]:
     return sorted(os.sched_getaffinity(os.getppid()) - set(bound)) if bound else []
 
 
-def num_usable_cores() -> int:
-    """How many cores this process's threads can have: its own, and those that vLLM bound none of them to."""
-    return len(os.sched_getaffinity(0).union(bound_cores(), other_cores()))
+def usable_cores() -> set[int]:
+    """The cores that this process's threads can have: its own, and those that vLLM bound none of them to."""
+    return os.sched_getaffinity(0).union(bound_cores(), other_cores())
 
 
 def helper_cpus(threads: int) -> list[int]:

@@ -206,12 +206,7 @@ class CudaLayers:
         for layer, kv_cache in self._kv_caches.items():
             self._settle(kv_cache, self._stores[layer].take())
             kv_cache[targets] = kv_cache[sources]
-            self.encode_blocks(kv_cache, targets)
-
-    def encode_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
-        """If the device ranks pages, make its summaries of a layer's blocks that something else wrote."""
-        if self._tier.ranking is not None:
-            self._tier.ranking.encode_blocks(self._tier.layer_of(kv_cache), blocks)
+            self._tier.encode_blocks(kv_cache, targets)
 
     def _start_copy(self, parts: Sequence[Tensor], tokens: Sequence[int]) -> tuple[list[Tensor], Mark]:
         """Start to copy rows of device tensors to pinned memory. They have arrived once the mark has passed."""

@@ -17,7 +17,7 @@ from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
-from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus, num_usable_cores
+from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus, usable_cores
 from vllm_hybrid_sparse.runtime.launch_graphs import CudaCapture
 from vllm_hybrid_sparse.runtime.loaded_blocks import LoadedBlocks
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
@@ -48,7 +48,7 @@ class HostRuntime:
         self.selection = native_selection(settings.selection, settings.retained)
         self.everything = native_selection(SelectionSpec(), settings.retained)  # for layers with a sliding window
         threads = settings.num_threads or default_threads(settings.device, local_workers)
-        if settings.num_threads > (cores := num_usable_cores()):
+        if settings.num_threads > (cores := len(usable_cores())):
             logger.warning(
                 "hybrid_sparse.num_threads=%d: more than the %d cores there are, where they wait for each other",
                 threads,

@@ -164,6 +164,11 @@ class DeviceTier:
             raise KernelError("kv_cache: is none of those that the device tier was made for")
         return layer
 
+    def encode_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
+        """If the device ranks pages, make its summaries of a layer's blocks that something else wrote."""
+        if self.ranking is not None:
+            self.ranking.encode_blocks(self.layer_of(kv_cache), blocks)
+
     def source(self, kv_cache: Tensor) -> HostPages:
         """The pages of a layer's host store."""
         layer = self.layer_of(kv_cache)

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels import merge
 from vllm_hybrid_sparse.kernels.merge import choice, reference
 from vllm_hybrid_sparse.kernels.merge.gpu import merge_splits, merge_states, merge_with_unread
 
@@ -134,13 +136,18 @@ def merge_state_of_flashinfer(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor
 
 
 @pytest.fixture
-def flashinfer_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for FlashInfer, with its conventions."""
+def flashinfer_stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stand-in for FlashInfer, with its conventions; what was imported beside it does not outlive the test."""
     package, cascade = ModuleType("flashinfer"), ModuleType("flashinfer.cascade")
     cascade.merge_state = merge_state_of_flashinfer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setitem(sys.modules, "flashinfer.cascade", cascade)
-    monkeypatch.delitem(sys.modules, "vllm_hybrid_sparse.kernels.merge.flashinfer", raising=False)
+    ours = f"{merge.__name__}.flashinfer"
+    monkeypatch.delitem(sys.modules, ours, raising=False)
+    monkeypatch.delattr(merge, "flashinfer", raising=False)  # where `from merge import` looks first
+    yield
+    sys.modules.pop(ours, None)  # one that was there before is put back by monkeypatch
+    vars(merge).pop("flashinfer", None)
 
 
 @pytest.mark.usefixtures("flashinfer_stands_in")
@@ -159,8 +166,10 @@ def test_flashinfer_gets_base_2_and_never_an_infinity(dtype: torch.dtype) -> Non
 
 
 @pytest.fixture
-def no_choice_yet() -> None:
-    """As in a fresh process."""
+def no_choice_yet() -> Iterator[None]:
+    """As in a fresh process; what is chosen does not outlive the test."""
+    choice.choose_merge.cache_clear()
+    yield
     choice.choose_merge.cache_clear()
 
 

@@ -1,6 +1,8 @@
 """How much of an order is read, against the plain-torch reference: the plan, and reading on."""
 
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.listed_attention.state import Tally
 from vllm_hybrid_sparse.kernels.page_directory.state import ARRIVING, NOWHERE, Listed
 from vllm_hybrid_sparse.kernels.reading import reference
-from vllm_hybrid_sparse.kernels.reading.gpu import PageTables, RankedPages, plan_reading
+from vllm_hybrid_sparse.kernels.reading.gpu import PageTables, RankedPages, plan_reading, read_on
 from vllm_hybrid_sparse.kernels.reading.plan import ReadingPlan
 from vllm_hybrid_sparse.kernels.reading.reference import Planned
 from vllm_hybrid_sparse.runtime import gpu_ranking, plain_ranking
@@ -290,3 +292,36 @@ def test_a_rule_that_cannot_be_followed_is_refused(
             threshold=0.5,
             microbatch_pages=8,
         )
+
+
+def test_a_plan_and_a_tally_that_do_not_fit_are_refused(device: torch.device) -> None:
+    """Groups of two: two rows, two KV heads, four query heads."""
+    store = make_store(torch.float32, blocks=4, kv_heads=KV_HEADS, head_dim=64)
+    pages = make_pages([3, 5], 2)
+    reading, on_device, where = Reading(store, pages), store.to(device), to_device(pages, device)
+    tables = PageTables(
+        reading.blocks.to(device), reading.slots.to(device), reading.first_page, reading.first_entry, len(store.key)
+    )
+    rule: dict[str, Any] = {"threshold": 0.5, "microbatch_pages": 8}
+    retained = torch.zeros(2, 4, device=device)
+    plan = plan_reading(where, retained, **rule)
+    query = torch.zeros(2, 4, 64, device=device)
+    read = torch.zeros(2, 4, 64, device=device), torch.zeros(2, 4, device=device)
+
+    def refuses(name: str, shape: str, plan: ReadingPlan, tally: Tally) -> None:
+        wanted = rf"^{name}=\[.*\] \w+ on .*, strides \[.*\]: must be \[{shape}\] \w+ on .*, contiguous$"
+        with pytest.raises(KernelError, match=wanted):
+            read_on(
+                query, on_device.k_pool, on_device.v_pool, on_device.host, where, tables, retained, read, plan, tally,
+                scale=SCALE, **rule,
+            )  # fmt: skip
+
+    for name, shape in (("counts", "2, 2"), ("log_estimated", "2, 4"), ("log_unread", "2, 4"), ("kept", "2, 2")):
+        right = getattr(plan, name)
+        for wrong in (right[:1], right.double(), right.to("meta"), right.repeat(1, 2)[:, ::2]):
+            refuses(name, shape, replace(plan, **{name: wrong}), Tally(device))
+    for name, shape in (("numbers", "6"), ("kept", "1")):
+        for change in (lambda right: right[:0], lambda right: right.float(), lambda right: right.to("meta")):
+            tally = Tally(device)
+            setattr(tally, name, change(getattr(tally, name)))
+            refuses(f"tally {name}", shape, plan, tally)

@@ -103,6 +103,7 @@ def choose_pages(
     sink, local   (out, lse)                  [rows, q_heads, head_dim] and [rows, q_heads] f32: normalised attention
                                               to the pages before and behind the candidates, zeros and -inf for none
     """
+    attention.check_policy(selection, batch, fluxion=layer)
     shape = (batch.num_tokens, attention.num_q_heads, attention.head_dim)
     check_tensor("query", query, attention.dtype, shape, CPU)
     for name, (out, lse) in (("sink", sink), ("local", local)):

@@ -39,6 +39,7 @@ def begin_row(
     block_table   [blocks] int32   of the request
     raises        KernelError if the slot's state is not for the tokens before the new one
     """
+    check_tensor("block_table", block_table, torch.int32, (None,), CPU)
     begun = attention.engine.begin_hgca_row(
         kv_cache.data_ptr(), attention.block_stride(kv_cache), block_table.data_ptr(), layer, slot, seq_len
     )
@@ -74,11 +75,8 @@ def end_row(
     lse      [q_heads] f32           their log-sum-exp, contiguous
     """
     heads = attention.num_q_heads
-    for name, tensor, dims in (("scores", scores, 2), ("lse", lse, 1)):
-        fits = tensor.dtype == torch.float32 and tensor.dim() == dims and tensor.device.type == "cpu"
-        if not fits or len(tensor) != heads or tensor.stride(-1) != 1:
-            given = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            raise KernelError(f"{name}={given}: must be {heads} rows of float32 on cpu")
+    check_tensor("scores", scores, torch.float32, (heads, None), CPU, strided_dims=1)
+    check_tensor("lse", lse, torch.float32, (heads,), CPU)
     attention.engine.end_hgca_row(layer, slot, seq_len, scores.data_ptr(), scores.stride(0), lse.data_ptr())
 
 
@@ -98,6 +96,7 @@ def reevaluate(
         [of.slot for of in appended],
         decode=False,
     )
+    attention.check_reach(batch, kv_cache)
     query = torch.cat([of.query for of in appended])
     if query.shape[1:] != (attention.num_q_heads, attention.head_dim) or query.dtype != attention.dtype:
         raise KernelError(f"query={tuple(query.shape)} {query.dtype}: must be the layer's rows of {attention.dtype}")

@@ -83,9 +83,11 @@ class NativeBatch:
     ) -> Self:
         """Check and wrap. All tensors are on the CPU; `slot_mapping` may be longer than the batch.
 
-        query_start_loc   [requests + 1]         int32  first query token of each request, then the number of tokens
+        query_start_loc   [requests + 1]         int32  first query token of each request, then the number of tokens:
+                                                        from 0 on, never descending
         seq_lens          [requests]             int32  tokens of each request, the batch's included; 0 with one query
-                                                        token: its keys are stored, its output is left as it is
+                                                        token: its keys are stored, its output is left as it is; 0
+                                                        without any: padding
         block_table       [requests, max_blocks] int32  block ids, rows may be strided
         slot_mapping      [tokens]               int64  block * block_tokens + offset, negative: do not store
         decode_mask       [requests]             bool | uint8  true: one query token, which attends sparsely; requests
@@ -113,7 +115,12 @@ class NativeBatch:
                 f"seq_lens has {requests} requests: query_start_loc={query_start_loc.shape[0]} must be one more and "
                 f"block_table={block_table.shape[0]} no fewer"
             )
+        if decode_mask.dim() != 1 or decode_mask.device.type != "cpu":
+            raise KernelError(
+                f"decode_mask={tuple(decode_mask.shape)} on {decode_mask.device}: must be [{requests}] on cpu"
+            )
         mask = decode_mask.to(torch.uint8).contiguous()
+        _check_lengths(query_start_loc, seq_lens)
         num_tokens = int(query_start_loc[-1]) if requests else 0
         if slot_mapping.shape[0] < num_tokens or mask.shape[0] != requests:
             raise KernelError(
@@ -136,6 +143,21 @@ class NativeBatch:
         longest = int(seq_lens.max()) if requests else 0
         last_slot = int(slot_mapping[:num_tokens].max()) if num_tokens else -1
         return cls(native, num_tokens, kept, block_table.shape[1], longest, last_slot)
+
+
+def _check_lengths(query_start_loc: Tensor, seq_lens: Tensor) -> None:
+    """Raise KernelError if a request's query tokens are not the last ones of its tokens. Once a step, so in numpy."""
+    starts, lengths = query_start_loc.numpy(), seq_lens.numpy()
+    descends = starts[1:] < starts[:-1]
+    if starts[0] or descends.any():
+        raise KernelError(f"query_start_loc={starts.tolist()}: must begin with 0 and never descend")
+    tokens = starts[1:] - starts[:-1]
+    too_many = (tokens > lengths) & ((tokens != 1) | (lengths != 0))
+    if too_many.any():
+        request = int(too_many.argmax())
+        raise KernelError(
+            f"seq_lens={lengths[request]}: must be at least the {tokens[request]} query tokens of request {request}"
+        )
 
 
 def stored_batch(
@@ -284,18 +306,7 @@ class NativeAttention:
         """
         if isinstance(selection, SelectionSpec):
             selection = native_selection(selection, retained or RetainedSet())
-        if self.sliding_window and (selection.ranked or hgca is not None or fluxion is not None):
-            raise KernelError(f"sliding_window={self.sliding_window}: needs a selection of everything")
-        if selection.ranked and self.summary == "none":
-            raise KernelError("summary=none: must be one that pages can be ranked by")
-        if selection.ranked and self.summary == "split_codes":
-            raise KernelError("summary=split_codes: ranked by fluxion alone")
-        if selection.estimated_remainder and self.summary != "key_codes":
-            raise KernelError(f"estimated_remainder: needs summary key_codes, not {self.summary}")
-        if fluxion is not None and (hgca is not None or self.summary not in ("key_codes", "split_codes", "minmax")):
-            raise KernelError(f"fluxion: needs summary key_codes or minmax, not {self.summary}, and no hgca beside it")
-        if (hgca is not None or fluxion is not None) and not batch.native.has_slots:
-            raise KernelError("slots=None: must be given where a layer keeps the state of requests")
+        self.check_policy(selection, batch, hgca, fluxion)
         if sinks is not None:
             check_tensor("sinks", sinks, torch.float32, (self.num_q_heads,), CPU)
             if hgca is not None or fluxion is not None:
@@ -384,6 +395,30 @@ class NativeAttention:
             raise KernelError(
                 f"seq_lens={batch.longest}: the block table names {batch.table_blocks} blocks of {block_tokens} tokens"
             )
+
+    def check_policy(
+        self,
+        selection: _native.Selection,
+        batch: NativeBatch,
+        hgca: _native.HgcaLayer | None = None,
+        fluxion: _native.FluxionLayer | None = None,
+    ) -> None:
+        """Raise KernelError if the pages' summaries do not serve the policy, or the batch lacks its slots."""
+        if self.sliding_window and (selection.ranked or hgca is not None or fluxion is not None):
+            raise KernelError(f"sliding_window={self.sliding_window}: needs a selection of everything")
+        if selection.ranked and self.summary == "none":
+            raise KernelError("summary=none: must be one that pages can be ranked by")
+        if selection.ranked and self.summary == "split_codes":
+            raise KernelError("summary=split_codes: ranked by fluxion alone")
+        if selection.estimated_remainder and self.summary != "key_codes":
+            raise KernelError(f"estimated_remainder=True: needs summary key_codes, not {self.summary}")
+        if fluxion is not None:
+            if hgca is not None:
+                raise KernelError("hgca: must be None beside fluxion")
+            if self.summary not in ("key_codes", "split_codes", "minmax"):
+                raise KernelError(f"summary={self.summary}: fluxion needs key_codes, split_codes or minmax")
+        if (hgca is not None or fluxion is not None) and not batch.native.has_slots:
+            raise KernelError("slots=None: must be given where a layer keeps the state of requests")
 
     def _check_rows(self, name: str, tensor: Tensor, heads: int, tokens: int) -> None:
         shape = tensor.shape

@@ -52,6 +52,7 @@ def score_candidates(
     query       [rows, q_heads, head_dim]   of the KV dtype, contiguous
     batch       the rows, one stored token each
     """
+    attention.check_policy(selection, batch)
     check_tensor("query", query, attention.dtype, (batch.num_tokens, attention.num_q_heads, attention.head_dim), CPU)
     attention.check_reach(batch, kv_cache)
     attention.engine.score_candidates(

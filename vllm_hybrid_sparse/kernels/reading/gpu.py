@@ -123,6 +123,12 @@ def read_on(
     out, lse = read
     check_tensor("out", out, torch.float32, (rows, q_heads, head_dim), device)
     check_tensor("lse", lse, torch.float32, (rows, q_heads), device)
+    check_tensor("counts", plan.counts, torch.int32, (rows, kv_heads), device)
+    check_tensor("log_estimated", plan.log_estimated, torch.float32, (rows, q_heads), device)
+    check_tensor("log_unread", plan.log_unread, torch.float32, (rows, q_heads), device)
+    check_tensor("kept", plan.kept, torch.float32, (rows, kv_heads), device)
+    check_tensor("tally numbers", tally.numbers, torch.int64, (len(Tally.NUMBERS),), device)
+    check_tensor("tally kept", tally.kept, torch.float64, (1,), device)
     if rows == 0:
         return
     _read_on_kernel[(rows, kv_heads)](
