@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_hybrid_sparse.cli import demo
-from vllm_hybrid_sparse.cli.demo import Outcome, _dtype_args, _kv_read, _missed
+from vllm_hybrid_sparse.cli.demo import Outcome, _cores, _dtype_args, _kv_read, _missed
 from vllm_hybrid_sparse.cli.haystack import Fact, Haystack
 from vllm_hybrid_sparse.cli.server import Server
 
@@ -24,6 +24,22 @@ def test_a_server_whose_metrics_do_not_answer_is_not_reported(tmp_path: Path) ->
 def test_only_what_stock_found_and_ours_did_not_is_missed() -> None:
     assert _missed(HAYSTACK, outcome(True, True, False), outcome(True, False, False)) == ["museum"]
     assert _missed(HAYSTACK, outcome(False, True, True), outcome(True, True, True)) == []
+
+
+@pytest.mark.parametrize(
+    ("cores", "named"),
+    [
+        ({3}, {"VLLM_CPU_OMP_THREADS_BIND": "3"}),
+        ({1, 0}, {"VLLM_CPU_OMP_THREADS_BIND": "0,1"}),
+        ({0, 1, 2}, {}),
+        (set(range(64)), {}),
+    ],
+)
+def test_cores_are_named_only_where_stock_would_keep_one_of_two(
+    monkeypatch: pytest.MonkeyPatch, cores: set[int], named: dict[str, str]
+) -> None:
+    monkeypatch.setattr(demo.os, "sched_getaffinity", {0: cores}.__getitem__)
+    assert _cores() == named
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A real model answers questions about a long text, served by stock vLLM and then with hybrid_sparse."""
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -99,6 +100,15 @@ def _dtype_args() -> tuple[str, ...]:
     return () if torch.cuda.is_available() or not lacks_bf16() else ("--dtype", "float32")
 
 
+def _cores() -> dict[str, str]:
+    """What names the cores that both servers compute on.
+
+    Of two cores stock vLLM would keep one, and ours would not. With more cores both leave the choice to vLLM, which
+    takes one hardware thread of each.
+    """
+    return {"VLLM_CPU_OMP_THREADS_BIND": core_list()} if len(os.sched_getaffinity(0)) <= 2 else {}
+
+
 def _missed(haystack: Haystack, stock: Outcome, ours: Outcome) -> list[str]:
     pairs = zip(haystack.facts, stock.found, ours.found, strict=True)
     return [fact.building for fact, by_stock, by_ours in pairs if by_stock and not by_ours]
@@ -113,7 +123,7 @@ def _measure(side: Side, model: Path, haystack: Haystack) -> Outcome:
         *side.args,
     ]
     print(f"\n── {side.name} ──")
-    with Server(model, args, {"VLLM_CPU_OMP_THREADS_BIND": core_list()}, log_path) as server:
+    with Server(model, args, _cores(), log_path) as server:
         with Progress("starting the server:"):
             server.wait_ready(_START_TIMEOUT_S)
         client = OpenAI(
