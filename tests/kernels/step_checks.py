@@ -17,8 +17,6 @@ from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
 from vllm_hybrid_sparse.policy.selectors import SpecSelector, group_scores
 
-ESTIMATE_TIE = CODE_TIE
-
 
 def reference(layer: ServedLayer, step: Step) -> BatchResult:
     """What a step should have done."""
@@ -154,7 +152,7 @@ def near_estimate(
     weights = estimate_weights(query, encode_keys(key[16 * first_page : 16 * end_page], shape.code_bits), shape.scale)
     alone = attend(step.retained.retained_pages(len(key)))
     odds = step.selection.threshold / (1 - step.selection.threshold)
-    for log_factor in (0.0, -ESTIMATE_TIE, ESTIMATE_TIE):
+    for log_factor in (0.0, -CODE_TIE, CODE_TIE):
         moved = odds * math.exp(log_factor)
         selector = SpecSelector(replace(step.selection, threshold=moved / (1 + moved)))
         if estimated_reading(attend, *alone, [*pages, *rest], weights, selector).pages == pages:
