@@ -320,7 +320,11 @@ def progressive_case(machine: Machine, rows: int, pages: int, microbatch_pages: 
             keys, values = (pool[chosen].flatten(0, 1) for pool in pools)
         heads = query[0, : machine.group].float()
         expected = (scale * heads @ keys.float().T).softmax(dim=1) @ values.float()
-        return relative_error(run()[0, : machine.group], expected)
+        errors = [relative_error(run()[0, : machine.group], expected)]
+        if missing:  # the sum over all pages does not tell whether each lies in its own slot
+            for pool, part in zip(pools, (keys, values), strict=True):
+                errors.append(relative_error(pool[chosen].flatten(0, 1), part))
+        return float(torch.tensor(errors).max())  # NaN if one is
 
     return Case(
         name=f"progressive, {'loading, ' if missing else ''}microbatches of {microbatch_pages}",

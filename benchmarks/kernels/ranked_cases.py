@@ -16,7 +16,7 @@ from vllm_hybrid_sparse.kernels.page_directory.state import Listed
 from vllm_hybrid_sparse.values import PAGE_TOKENS, summary_bytes
 
 _CODE_BITS = 2
-_CHECKED_PAGES = 16  # of each KV head, the first ones
+_CHECKED_PAGES = 8  # of each KV head: the first of the first row, and as many last ones of the last row
 _UNTOUCHED = 0xA5  # what codes are filled with before they are made
 
 
@@ -56,20 +56,21 @@ def code_cases(machine: Machine, rows: int, pages: int) -> Iterator[Case]:
         """The share of wrong bytes, of which rounding makes few, or the error of scores, large if one page is wrong."""
         codes.fill_(_UNTOUCHED)
         encode()
-        checked = offsets.view(machine.kv_heads, store_pages)[:, :_CHECKED_PAGES]
-        keys = [machine.stored(of_head)[0] for of_head in checked]
+        checked = [*range(_CHECKED_PAGES), *range(store_pages - _CHECKED_PAGES, store_pages)]
+        keys = [machine.stored(of_head[checked])[0] for of_head in offsets.view(machine.kv_heads, store_pages)]
         wanted = torch.stack([pack_codes(encode_keys(of_head, _CODE_BITS)) for of_head in keys])
-        wrong_bytes = (codes[:, :_CHECKED_PAGES].cpu() != wanted).double().mean()
+        wrong_bytes = float((codes[:, checked].cpu() != wanted).double().mean())
         expected = code_scores.score_codes(
-            query[:1].cpu(),
+            query[[0, -1]].cpu(),
             wanted,
-            blocks[:1].cpu(),
-            torch.tensor([_CHECKED_PAGES], dtype=torch.int32),
+            torch.arange(len(checked), dtype=torch.int32).view(2, -1),
+            torch.full((2,), _CHECKED_PAGES, dtype=torch.int32),
             scale=machine.head_dim**-0.5,
             **numbers | {"most": _CHECKED_PAGES},
         )
-        wrong_scores = relative_error(score()[:1, :, :_CHECKED_PAGES].cpu(), expected)
-        return float(torch.tensor((wrong_bytes, wrong_scores)).max())  # NaN if either is
+        scores = score()
+        scores = torch.stack((scores[0, :, :_CHECKED_PAGES], scores[-1, :, -_CHECKED_PAGES:]))
+        return float(torch.tensor((wrong_bytes, relative_error(scores.cpu(), expected))).max())  # NaN if either is
 
     case = f"{rows} rows, {pages} pages"
     key_bytes = codes.shape[0] * store_pages * machine.page_bytes // 2
