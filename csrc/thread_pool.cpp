@@ -141,8 +141,8 @@ void ThreadPool::run_session(void (*body)(void*), void* context) {
       [](void* data) {
         const Region& r = *static_cast<Region*>(data);
         if (openmp_thread_number() == 0) {
+          const Closing closing{r.pool->closed_, r.session};
           r.body(r.context);
-          r.pool->closed_.store(r.session, std::memory_order_release);
         } else {
           r.pool->help_until_closed();
         }

@@ -10,7 +10,6 @@ from vllm_hybrid_sparse.kernels.code_scores.gpu import score_codes
 from vllm_hybrid_sparse.kernels.key_codes.gpu import encode_pages, rotate_queries
 from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, pack_codes
 from vllm_hybrid_sparse.kernels.listed_attention.gpu import attend_listed
-from vllm_hybrid_sparse.kernels.listed_attention.reference import page_of
 from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore, Tally
 from vllm_hybrid_sparse.kernels.page_directory.state import Listed
 from vllm_hybrid_sparse.values import PAGE_TOKENS, summary_bytes
@@ -95,8 +94,7 @@ def listed_case(machine: Machine, rows: int, budget: int, *, on_host: bool) -> C
     def error() -> float:
         heads = query[0, : machine.group].float().cpu()
         if on_host:
-            read = [page_of(host, 0, page, machine.head_dim) for page in pages[0, 0].tolist()]
-            keys, values = (torch.cat(part).float() for part in zip(*read, strict=True))
+            keys, values = (part.float() for part in machine.stored(pages[0, 0].long() * host.block_stride))
         else:
             chosen = slots[0, 0].long()
             keys, values = (pool[chosen].flatten(0, 1).float().cpu() for pool in (machine.k_pool, machine.v_pool))

@@ -22,7 +22,6 @@ def test_loaded_blocks_get_the_summaries_of_host_and_device_before_they_are_read
             settings=SimpleNamespace(prediction=None),
             loaded_blocks=SimpleNamespace(blocks=blocks, starts=starts),
             device_tier=SimpleNamespace(encode_blocks=lambda *given: called.append(("device", *given))),
-            cuda_layers=None,
         ),
         _fluxion=None,
         _appends=True,

@@ -7,62 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
+from tests.hf.tiny_models import NEW_TOKENS, PROMPT_TOKENS, answer, prompt, tiny_gpt2, tiny_llama
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
 from vllm_hybrid_sparse.hf import DecodeStep, SparseSession
 from vllm_hybrid_sparse.predictor.model import ModelShape, Predictor, PredictorOrigin
 from vllm_hybrid_sparse.values import PageRanking, RetainedSet
-
-PROMPT_TOKENS, NEW_TOKENS = 700, 8
-
-
-def tiny_llama(dtype: torch.dtype = torch.float32, *, attention_bias: bool = False) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=96,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        attention_bias=attention_bias,
-    )
-    return LlamaForCausalLM(config).to(dtype).eval()
-
-
-def tiny_gpt2() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=128, n_positions=1024, n_embd=64, n_layer=2, n_head=4, initializer_range=0.2)
-    return GPT2LMHeadModel(config).eval()
-
-
-def prompt(seed: int = 1) -> torch.Tensor:
-    return torch.randint(3, 128, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(seed))
-
-
-def answer(model: PreTrainedModel, ids: torch.Tensor) -> list[int]:
-    generated = model.generate(
-        ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-    )
-    return generated[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
@@ -256,7 +208,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         ({"block_indices": 3}, "block_indices=3: must be none"),
     ],
 )
-def test_what_a_layer_asks_of_its_attention_is_served_or_refused(asked: dict[str, Any], refusal: str) -> None:
+def test_what_a_layer_asks_of_its_attention_is_not_ignored(asked: dict[str, Any], refusal: str) -> None:
     """Transformers hands on what it does not know."""
     model = tiny_llama()
     with SparseSession(model, HybridSparseConfig(), max_tokens=512), pytest.raises(ConfigError, match=refusal):
@@ -278,63 +230,6 @@ def test_a_model_that_attends_by_code_of_its_own_is_refused() -> None:
         SparseSession(model, HybridSparseConfig(), max_tokens=64),
     ):
         pass
-
-
-def tiny_gemma3(layers: tuple[str, ...]) -> PreTrainedModel:
-    """A Gemma 3 with a window of 64 tokens in the layers that are `sliding_attention`."""
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=len(layers),
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=32,
-        sliding_window=64,
-        layer_types=list(layers),
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-    )
-    return Gemma3ForCausalLM(config).eval()
-
-
-SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-@pytest.mark.parametrize("layers", [(SLIDING, FULL, SLIDING, FULL), (FULL, SLIDING), (SLIDING, SLIDING)])
-@pytest.mark.parametrize("rows", [1, 40, 200])
-def test_layers_with_a_window_see_it_whole(layers: tuple[str, ...], rows: int) -> None:
-    model, ids = tiny_gemma3(layers), prompt()
-    with torch.no_grad():
-        expected = model(ids).logits[:, -rows:]
-        assert not torch.allclose(expected, tiny_gemma3((FULL,) * len(layers))(ids).logits[:, -rows:], atol=1e-2)
-        with SparseSession(model, HybridSparseConfig(policy="dense"), max_tokens=1024) as session:
-            cache = model(ids[:, :-rows]).past_key_values
-            with session.row_by_row():
-                given = model(ids[:, -rows:], past_key_values=cache).logits
-    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_beside_layers_with_a_window_the_others_are_read_sparsely() -> None:
-    model, seen = tiny_gemma3((SLIDING, FULL, SLIDING, FULL)), list[DecodeStep]()
-    settings = HybridSparseConfig(policy="topk", topk_pages=3)
-    with SparseSession(model, settings, max_tokens=1024, watch=seen.append) as session:
-        answer(model, prompt())
-        stats = session.take_stats()
-    assert [step.layer for step in seen] == [1, 3] * (NEW_TOKENS - 1)
-    assert all(len(plan) == 3 for step in seen for plan in step.plans)
-    assert stats.rows == NEW_TOKENS - 1
-    assert stats.selections == 2 * stats.rows
-
-
-@pytest.mark.parametrize("policy", ["hgca", "fluxion"])
-def test_policies_with_state_of_requests_are_refused_beside_windows(policy: str) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    mistral = MistralForCausalLM(MistralConfig(vocab_size=128, num_key_value_heads=2, sliding_window=64, **sizes))
-    for model in (tiny_gemma3((SLIDING, FULL)), mistral):
-        with pytest.raises(ConfigError, match=f"policy='{policy}': not supported beside layers with a sliding window"):
-            SparseSession(model, HybridSparseConfig(policy=policy), max_tokens=64)
 
 
 def test_sequences_side_by_side_are_refused() -> None:

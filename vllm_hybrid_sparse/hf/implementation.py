@@ -12,7 +12,9 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from vllm_hybrid_sparse.errors import ConfigError
 
-_CHOSEN_ELSEWHERE = ("indices", "block_indices")  # of the tokens that a model lets its rows see
+# Arguments that change what a row attends to. Transformers' own attention, which takes the windows, serves the last.
+_REFUSED_BESIDE_WINDOWS = ("softcap", "s_aux", "indices", "block_indices")
+_REFUSED = (*_REFUSED_BESIDE_WINDOWS, "position_bias")
 
 Attend = Callable[..., tuple[Tensor, None]]
 """Attention as Transformers calls it: (module, query, key, value, mask, …), each [batch, heads, tokens, head_dim]."""
@@ -98,7 +100,7 @@ def _beside_windows(attend: Attend) -> Attend:
         sliding_window: int | None = None,
         **extra: Any,
     ) -> tuple[Tensor, None]:
-        for name in ("softcap", "s_aux", *_CHOSEN_ELSEWHERE, *(() if sliding_window else ("position_bias",))):
+        for name in _REFUSED if sliding_window is None else _REFUSED_BESIDE_WINDOWS:
             if extra.get(name) is not None:
                 raise ConfigError(f"{name}={extra[name]}: must be none")
         if sliding_window is None:
