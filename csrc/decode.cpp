@@ -7,11 +7,6 @@
 #include "engine.h"
 
 namespace hybrid_sparse {
-namespace {
-
-constexpr double kMostLogRatio = 60.0;  // of two weights; beyond it the smaller one does not matter
-
-}  // namespace
 
 void Engine::attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection) {
   collect_items(batch, selection);
@@ -292,42 +287,6 @@ void Engine::finish_item(const LayerCall& call, Item& item, int index) {
     add_sinks(call, read, group, item.head);
   }
   store_rows(call, read, item.token, item.head);
-}
-
-// Estimates by codes the share of the candidates left out, if the stopping rule has not.
-void Engine::estimate_unread(Item& item) {
-  const int candidates = item.candidate_end - item.candidate_begin;
-  const float nothing = -std::numeric_limits<float>::infinity();
-  static thread_local std::vector<float> chosen;
-  chosen.resize(item.order.size());
-  item.unread.clear();
-  for (int g = 0; g < geometry_.group(); ++g) {
-    const float* scores = scores_.data() + item.score_offset - item.candidate_begin;
-    for (size_t i = 0; i < chosen.size(); ++i) chosen[i] = scores[int64_t{g} * candidates + item.order[i]];
-    const double lse = kernels_.log_sum_exp(chosen.data(), static_cast<int>(chosen.size()), nothing);
-    item.unread.push_back(std::max(0.0, 1.0 - std::exp(lse - item.estimated_lse[g])));
-  }
-}
-
-// Gives part of the unread candidates' estimated weight to the candidates read. Let r, m and u be the weights of the retained
-// set, of the candidates read and of the unread ones. The output becomes that of everything read, plus u / (r + m + u) times
-// attributed * (mean of the candidates read - mean of everything read). This is the candidates' state times a factor.
-void Engine::attribute_unread(Item& item, const float* retained, float* read) {
-  const bool all = static_cast<int>(item.order.size()) == item.candidate_end - item.candidate_begin;
-  if (all || item.order.empty() || !geometry_.layout.has_codes()) return;
-  if (item.unread.empty()) estimate_unread(item);
-  const int group = geometry_.group();
-  const int head_dim = geometry_.layout.head_dim;
-  for (int g = 0; g < group; ++g) {
-    if (read[group + g] <= 0.0f) continue;
-    const double of_read = lse(read, g);
-    const double r = std::exp(std::min(kMostLogRatio, lse(retained, g) - of_read));  // in units of m
-    const double u = item.unread[g] * std::exp(std::min(kMostLogRatio, item.estimated_lse[g] - of_read));
-    const auto factor = static_cast<float>(1.0 + attributed_ * u * (r + 1.0) / (r + 1.0 + (1.0 - attributed_) * u));
-    read[group + g] *= factor;
-    float* out = read + 3 * group + int64_t{g} * head_dim;
-    for (int d = 0; d < head_dim; ++d) out[d] *= factor;
-  }
 }
 
 // Makes it the state of nothing read.

@@ -20,6 +20,8 @@ inline constexpr int kSpansPerThread = 3;  // parts that a call's reading is cut
 inline constexpr int kMinScoreSpan = 64;  // a scoring task takes at least the summaries of this many pages
 inline constexpr int kMinSpanPages = 16;  // an attention task takes at least this many pages, if threads share the work
 
+inline constexpr double kMostLogShare = 600.0;  // of the logarithm of a share, so that it stays finite
+
 // log(exp(a) + exp(b)).
 inline double log_add(double a, double b) {
   const double high = std::max(a, b);
@@ -242,7 +244,7 @@ class Engine {
     int microbatches;               // progressive: verified so far
     float kept;
     std::vector<float> lse_min;     // [group]
-    std::vector<float> estimated_lse;  // [group] of all candidates; with an anchor, of those that `order` leaves out
+    std::vector<float> estimated_lse;  // [group] of the candidates that were unread when they were last weighed; first all are
     std::vector<double> unread;        // [group] share of that estimate that `order` leaves out; empty: unknown
     std::vector<float> unread_after;   // [microbatches][group] log weight still left out after each microbatch
     int expected;                      // pages of `order`, in whole microbatches, that the estimates call enough; 0: unknown
@@ -330,17 +332,22 @@ class Engine {
   const float* group_item_scores(Item& item, const float* retained_lse);
   void rank_item(Item& item, int index, const Selection& selection);
   void order_item(Item& item, const Selection& selection, const float* retained_lse);
-  void list_unread(Item& item, int microbatch_pages);
   void expect(Item& item, const Selection& selection, const float* retained_lse);
   void share_round(int open, const Selection& selection);
   void add_round_spans(int index, const Selection& selection, int& next_state);
   void end_round(const LayerCall& call, const Selection& selection, int index);
   void take_next(Item& item, int index, const Selection& selection);
-  double estimate(const Item& item, int g, int page) const;
   double read_share(const Item& item, int index, int g) const;
   double read_lse(int index, int g) const;
-  void estimate_unread(Item& item);
-  void attribute_unread(Item& item, const float* retained, float* read);
+  const float* gather_scores(const Item& item, int g, const int32_t* pages, size_t count, std::vector<float>& out) const;
+  double estimate(const Item& item, int g, const int32_t* pages, size_t count) const;
+  const std::vector<int32_t>& unread_pages(const Item& item) const;
+  double log_weight(const Item& item, int g, const int32_t* pages, size_t count) const;
+  bool little_left(const Item& item) const;
+  void weigh_unread(Item& item, const std::vector<int32_t>& pages, double* read) const;
+  void estimate_unread(Item& item) const;
+  void list_unread(Item& item, int microbatch_pages) const;
+  void attribute_unread(Item& item, const float* retained, float* read) const;
   void attend_selected(const LayerCall& call, const Batch& batch);
   void attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection);
   void verify(Item& item, int index, const Selection& selection, int pages_read);

@@ -2,7 +2,6 @@
 // nothing from the device. The second orders them for each group, which may need to know what its retained set weighs.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "engine.h"
 
@@ -61,33 +60,6 @@ void Engine::expect(Item& item, const Selection& selection, const float* retaine
   int microbatch = 0;
   while ((microbatch + 1) * selection.microbatch_pages < ordered && !is_enough(microbatch)) ++microbatch;
   item.expected = std::min(ordered, (microbatch + 1) * selection.microbatch_pages);
-}
-
-// Estimates the weight of the candidates that are unread after each microbatch of the order, from the last one to the first.
-void Engine::list_unread(Item& item, int microbatch_pages) {
-  const int group = geometry_.group();
-  const int candidates = item.candidate_end - item.candidate_begin;
-  const int ordered = static_cast<int>(item.order.size());
-  const int microbatches = (ordered + microbatch_pages - 1) / microbatch_pages;
-  static thread_local std::vector<int32_t> never;
-  static thread_local std::vector<float> weights;
-  never.clear();
-  item.rank.next(candidates - ordered, never);
-  item.unread_after.resize(int64_t{microbatches} * group);
-  for (int g = 0; g < group; ++g) {
-    const float* scores = scores_.data() + item.score_offset + int64_t{g} * candidates - item.candidate_begin;
-    const auto weight = [&](const int32_t* pages, int count) -> double {
-      weights.resize(count);
-      for (int p = 0; p < count; ++p) weights[p] = scores[pages[p]];
-      return kernels_.log_sum_exp(weights.data(), count, -std::numeric_limits<float>::infinity());
-    };
-    double unread = weight(never.data(), static_cast<int>(never.size()));
-    for (int m = microbatches - 1; m >= 0; --m) {
-      item.unread_after[int64_t{m} * group + g] = static_cast<float>(unread);
-      const int first = m * microbatch_pages;
-      unread = log_add(unread, weight(item.order.data() + first, std::min(microbatch_pages, ordered - first)));
-    }
-  }
 }
 
 void Engine::describe_orders(OrderSizes* sizes) const {

@@ -89,33 +89,31 @@ void Engine::take_next(Item& item, int index, const Selection& selection) {
     return;
   }
   const int group = geometry_.group();
-  static thread_local std::vector<double> expected;  // weight read once the pages taken here are read
+  static thread_local std::vector<double> expected;  // weight read once the pages taken here are read, as read_share() has it
+  static thread_local std::vector<int32_t> unread;
   expected.resize(group);
   for (int g = 0; g < group; ++g) expected[g] = read_share(item, index, g);
   for (bool enough = false; !enough && static_cast<int>(item.order.size()) < item.budget;) {
     const size_t first = item.order.size();
     item.rank.next(std::min(selection.microbatch_pages, item.budget - static_cast<int>(first)), item.order);
-    enough = true;
     for (int g = 0; g < group; ++g) {
-      double taken = 0.0;
-      for (size_t p = first; p < item.order.size(); ++p) taken += estimate(item, g, item.order[p]);
-      item.unread[g] = std::max(0.0, item.unread[g] - taken);
+      const double taken = estimate(item, g, item.order.data() + first, item.order.size() - first);
+      item.unread[g] -= taken;
       expected[g] += taken;
-      enough = enough && expected[g] > selection.threshold * (expected[g] + item.unread[g]);
     }
+    if (little_left(item)) {
+      unread.clear();
+      item.rank.rest(unread);
+      weigh_unread(item, unread, expected.data());
+    }
+    enough = true;
+    for (int g = 0; g < group; ++g) enough = enough && expected[g] > selection.threshold * (expected[g] + item.unread[g]);
   }
 }
 
-// The page's estimated weight as a share of the estimated weight of all candidates.
-double Engine::estimate(const Item& item, int g, int page) const {
-  const int candidates = item.candidate_end - item.candidate_begin;
-  const float log_weight = scores_[item.score_offset + int64_t{g} * candidates + page - item.candidate_begin];
-  return std::exp(log_weight - item.estimated_lse[g]);
-}
-
-// The weight read so far, in the same unit.
+// The weight read so far, in the unit of `estimated_lse`.
 double Engine::read_share(const Item& item, int index, int g) const {
-  return std::exp(std::min(600.0, read_lse(index, g) - item.estimated_lse[g]));
+  return std::exp(std::min(kMostLogShare, read_lse(index, g) - item.estimated_lse[g]));
 }
 
 // Log-sum-exp of everything read so far: the retained set and candidates.
@@ -132,8 +130,7 @@ void Engine::verify(Item& item, int index, const Selection& selection, int pages
   for (int g = 0; g < group; ++g) {
     double rest;
     if (selection.estimated_remainder) {
-      const bool everything = pages_read == item.candidate_end - item.candidate_begin;
-      rest = everything ? 0.0 : item.unread[g] / read_share(item, index, g);
+      rest = item.unread[g] / read_share(item, index, g);
     } else {
       rest = static_cast<double>(item.left) * std::exp(item.lse_min[g] - read_lse(index, g));
     }

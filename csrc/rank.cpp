@@ -106,4 +106,8 @@ int RankedPages::next(int count, std::vector<int32_t>& out) {
   return taken;
 }
 
+void RankedPages::rest(std::vector<int32_t>& out) const {
+  for (size_t i = position_; i < entries_.size(); ++i) out.push_back(entries_[i].page);
+}
+
 }  // namespace hybrid_sparse

@@ -33,6 +33,8 @@ class RankedPages {
   void build(const Kernels& kernels, const float* scores, int count, int first_page);
   // Appends the next `count` pages in rank order to `out`, fewer at the end. Returns how many.
   int next(int count, std::vector<int32_t>& out);
+  // Appends the pages that are still to come to `out`, in any order.
+  void rest(std::vector<int32_t>& out) const;
 
  private:
   void sort_bucket();

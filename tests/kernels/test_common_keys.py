@@ -102,7 +102,7 @@ def kept(common_keys: bool) -> Tensor:
 
 def test_a_threshold_keeps_its_promise_for_long_keys() -> None:
     assert kept(common_keys=True).min() > 0.9
-    assert kept(common_keys=False).min() < 0.5, "the case is not tested"
+    assert kept(common_keys=False).min() < 0.6, "the case is not tested"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

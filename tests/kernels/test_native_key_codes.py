@@ -148,6 +148,19 @@ def test_unread_weight_goes_to_the_candidates_read(
     assert len(decode_steps(shape, attributed, sharpness=sharpness, steps=3)) <= 4  # of 12 rows
 
 
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "selection",
+    [ESTIMATED, replace(ESTIMATED, threshold=0.99), SelectionSpec(ranked=True, max_pages=30)],
+    ids=["0.9", "0.99", "topk"],
+)
+def test_little_left_of_estimates_that_were_too_high(isa: str, dtype: torch.dtype, selection: SelectionSpec) -> None:
+    """One bit overestimates pages that sharp queries look for, so what is left counts even where it is little."""
+    shape = Shape(isa=isa, dtype=dtype, num_q_heads=6, summary="key_codes", code_bits=1)
+    assert len(decode_steps(shape, replace(selection, attributed=0.5), sharpness=6.0)) <= 1  # of 24 rows
+
+
 def test_the_share_that_is_attributed_shows() -> None:
     """Outputs over the same pages change with the share, but not if everything is read."""
     read: list[int] = []

@@ -83,7 +83,6 @@ def plan_reading(pages: RankedPages, retained_lse: Tensor, *, threshold: float, 
     kv_heads = pages.order.shape[1]
     plan = ReadingPlan(
         counts=torch.zeros(rows, kv_heads, dtype=torch.int32),
-        log_estimated=pages.scores.logsumexp(dim=-1),
         log_unread=torch.full((rows, q_heads), -torch.inf),
         kept=torch.ones(rows, kv_heads),
     )

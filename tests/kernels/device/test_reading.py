@@ -54,6 +54,11 @@ def to_device(pages: RankedPages, device: torch.device) -> RankedPages:
     return RankedPages(*(part.to(device) for part in pages))
 
 
+def assert_close_logs(actual: Tensor, expected: Tensor) -> None:
+    """Logs of estimated weights: what subtracting leaves is rounded to a thousandth at worst."""
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=1e-3)
+
+
 def check_plan(
     pages: RankedPages, retained: Tensor, threshold: float, microbatch: int, device: torch.device
 ) -> list[int]:
@@ -69,12 +74,7 @@ def check_plan(
                 scores, order, retained[row, heads].double(), budget, threshold, microbatch
             )
             assert int(plan.counts[row, head]) == expected.num_pages, (row, head)
-            assert_close(plan.log_estimated[row, heads].cpu(), scores.logsumexp(dim=1))
-            # What is left is a difference, of which float32 keeps what is above a millionth of the whole.
-            unread = (plan.log_unread[row, heads].cpu().double() - scores.logsumexp(dim=1)).exp().nan_to_num()
-            torch.testing.assert_close(
-                unread, (expected.log_unread - scores.logsumexp(dim=1)).exp().nan_to_num(), rtol=1e-4, atol=1e-6
-            )
+            assert_close_logs(plan.log_unread[row, heads], expected.log_unread)
             assert abs(float(plan.kept[row, head]) - expected.share) < 1e-5
             counts.append(expected.num_pages)
     return counts
@@ -99,14 +99,27 @@ def test_a_plan_without_a_threshold_is_the_budget(group: int, device: torch.devi
     assert counts == [290, 290, 1, 1, 0, 0, 1, 1]
 
 
-def test_an_order_may_list_no_more_than_the_budgets(device: torch.device) -> None:
-    pages = make_pages([600, 40, 0], 3, budgets=[30, 2, 0])
+@pytest.mark.parametrize("threshold", [0.9, 0.99])
+def test_little_left_beside_estimates_that_are_too_high(threshold: float, device: torch.device) -> None:
+    """The retained set weighs e^-20 of what the candidates are estimated to, so what little is left of them counts."""
+    torch.manual_seed(5)
+    pages = make_pages([300, 90], 3, spread=9.0)
+    retained = pages.scores.logsumexp(dim=2) - 20.0
+    counts = check_plan(pages, retained, threshold, 4, device)
+    assert all(0 < count < 300 for count in counts)
+
+
+@pytest.mark.parametrize("spread", [2.0, 9.0], ids=["much left", "little left"])
+def test_an_order_may_list_no_more_than_the_budgets(spread: float, device: torch.device) -> None:
+    torch.manual_seed(0)
+    pages = make_pages([600, 40, 0], 3, budgets=[30, 2, 0], spread=spread)
+    check_plan(pages, torch.zeros(3, 6), 1.0, 8, device)
     whole, short = (
         plan_reading(to_device(listed, device), torch.zeros(3, 6, device=device), threshold=1.0, microbatch_pages=8)
         for listed in (pages, pages._replace(order=pages.order[:, :, :30].contiguous()))
     )
     assert torch.equal(whole.counts, short.counts)
-    assert torch.equal(whole.log_unread, short.log_unread)
+    assert_close_logs(short.log_unread, whole.log_unread.cpu().double())
     with pytest.raises(KernelError, match="order=700 pages: must be at most the 600 of scores"):
         plan_reading(
             to_device(pages._replace(order=torch.zeros(3, KV_HEADS, 700, dtype=torch.int64)), device),
@@ -185,6 +198,12 @@ def test_reading_on_ends_where_enough_is_read(
     check_reading_on(gpu_ranking, device, dtype, head_dim, group, microbatch, threshold)
 
 
+@pytest.mark.parametrize("threshold", [0.6, 0.9])
+def test_reading_on_where_estimates_were_far_too_high(threshold: float, device: torch.device) -> None:
+    """What is left in the end is as nothing beside what was expected, and is what counts."""
+    check_reading_on(gpu_ranking, device, torch.float32, 64, 3, 2, threshold, spread=9.0)
+
+
 def test_the_emulated_device_reads_on_and_counts_likewise() -> None:
     check_reading_on(plain_ranking, torch.device("cpu"), torch.float32, 64, 3, 8, 0.9)
 
@@ -197,12 +216,14 @@ def check_reading_on(
     group: int,
     microbatch: int,
     threshold: float,
+    *,
+    spread: float = 1.0,
 ) -> None:
     torch.manual_seed(head_dim + group)
     store = make_store(dtype, blocks=16, kv_heads=KV_HEADS, head_dim=head_dim)
     candidates = [28, 0, 3, 20]
     # The estimates have nothing to do with what pages weigh, so that some groups have enough and others read on.
-    pages = make_pages(candidates, group, budgets=[28, 0, 3, 17], spread=1.0)
+    pages = make_pages(candidates, group, budgets=[28, 0, 3, 17], spread=spread)
     pages.scores[:] += torch.tensor([4.0, 0.0, 4.0, 2.0])[:, None, None]
     reading = Reading(store, pages)
     query = torch.randn(4, KV_HEADS * group, head_dim).to(dtype)
@@ -271,6 +292,7 @@ def check_reading(
             assert int(plan.counts[row, head]) == expected.num_pages, (row, head)
             assert_close(read[0][row, heads].cpu(), expected.out, query.dtype)
             assert_close(read[1][row, heads].cpu(), expected.lse, query.dtype)
+            assert_close_logs(plan.log_unread[row, heads], expected.log_unread)
             assert abs(float(plan.kept[row, head]) - expected.share) < 1e-3
             went_on += expected.num_pages > start.num_pages
     return went_on
@@ -316,7 +338,7 @@ def test_a_plan_and_a_tally_that_do_not_fit_are_refused(device: torch.device) ->
                 scale=SCALE, **rule,
             )  # fmt: skip
 
-    for name, shape in (("counts", "2, 2"), ("log_estimated", "2, 4"), ("log_unread", "2, 4"), ("kept", "2, 2")):
+    for name, shape in (("counts", "2, 2"), ("log_unread", "2, 4"), ("kept", "2, 2")):
         right = getattr(plan, name)
         for wrong in (right[:1], right.double(), right.to("meta"), right.repeat(1, 2)[:, ::2]):
             refuses(name, shape, replace(plan, **{name: wrong}), Tally(device))
@@ -325,3 +347,9 @@ def test_a_plan_and_a_tally_that_do_not_fit_are_refused(device: torch.device) ->
             tally = Tally(device)
             setattr(tally, name, change(getattr(tally, name)))
             refuses(f"tally {name}", shape, plan, tally)
+    where = where._replace(order=where.order[:, :, :4].contiguous())
+    with pytest.raises(KernelError, match=r"^order=4 pages: reading on needs all 5 of scores$"):
+        read_on(
+            query, on_device.k_pool, on_device.v_pool, on_device.host, where, tables, retained, read, plan,
+            Tally(device), scale=SCALE, **rule,
+        )  # fmt: skip

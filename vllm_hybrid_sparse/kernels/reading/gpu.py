@@ -47,7 +47,6 @@ def plan_reading(pages: RankedPages, retained_lse: Tensor, *, threshold: float, 
     group = group_size(q_heads, kv_heads)
     plan = ReadingPlan(
         counts=torch.empty(rows, kv_heads, dtype=torch.int32, device=device),
-        log_estimated=torch.empty(rows, q_heads, dtype=torch.float32, device=device),
         log_unread=torch.empty(rows, q_heads, dtype=torch.float32, device=device),
         kept=torch.empty(rows, kv_heads, dtype=torch.float32, device=device),
     )
@@ -62,7 +61,6 @@ def plan_reading(pages: RankedPages, retained_lse: Tensor, *, threshold: float, 
             pages.budgets,
             retained_lse,
             plan.counts,
-            plan.log_estimated,
             plan.log_unread,
             plan.kept,
             most,
@@ -105,6 +103,7 @@ def read_on(
 
     query          [rows, q_heads, head_dim]     of the KV dtype, rows may be strided
     k_pool, v_pool, host                         as `attend_listed` takes them
+    pages          their order lists all candidates
     retained_lse   [rows, q_heads]               f32
     read           (out, lse): [rows, q_heads, head_dim] and [rows, q_heads] f32, in and out: of the candidates read
     plan           in and out: what was read, and what it leaves
@@ -116,6 +115,8 @@ def read_on(
     check_tensor("query", query, k_pool.dtype, (None, None, head_dim), device, strided_dims=1)
     check_host(host.elements, k_pool.dtype, device)
     rows, q_heads, most, kv_heads = _check_pages(pages)
+    if pages.order.shape[2] < most:
+        raise KernelError(f"order={pages.order.shape[2]} pages: reading on needs all {most} of scores")
     group = group_size(q_heads, kv_heads)
     check_tensor("blocks", tables.blocks, torch.int32, (rows, None), device, strided_dims=1)
     check_tensor("slots", tables.slots, torch.int32, (None,), device)
@@ -124,7 +125,6 @@ def read_on(
     check_tensor("out", out, torch.float32, (rows, q_heads, head_dim), device)
     check_tensor("lse", lse, torch.float32, (rows, q_heads), device)
     check_tensor("counts", plan.counts, torch.int32, (rows, kv_heads), device)
-    check_tensor("log_estimated", plan.log_estimated, torch.float32, (rows, q_heads), device)
     check_tensor("log_unread", plan.log_unread, torch.float32, (rows, q_heads), device)
     check_tensor("kept", plan.kept, torch.float32, (rows, kv_heads), device)
     check_tensor("tally numbers", tally.numbers, torch.int64, (len(Tally.NUMBERS),), device)
@@ -146,7 +146,6 @@ def read_on(
         out,
         lse,
         plan.counts,
-        plan.log_estimated,
         plan.log_unread,
         plan.kept,
         tally.numbers,
@@ -218,6 +217,64 @@ def _taken(scores, states, is_head, pages, is_page, base, most):
 
 
 @triton.jit
+def _little_left(unread, is_head):
+    """Whether some head has too little left to tell by subtracting: rounding is up to a thousandth of it then."""
+    return tl.min(tl.where(is_head, unread, 1.0), axis=0) < 1 / 128
+
+
+@triton.jit
+def _sum_listed(scores, order, states, is_head, begin, end, most, tile: tl.constexpr):
+    """What the pages from `begin` to `end` of an order are estimated to weigh: a peak, and the sum of exp above it."""
+    peak = tl.where(is_head, float("-inf"), 0.0)
+    total = tl.zeros_like(peak)
+    for start in range(begin, end, tile):
+        some = start + tl.arange(0, tile)
+        page = tl.load(order + some, mask=some < end, other=0)
+        peak, total = _add_weights(scores, states, is_head, page, some < end, most, peak, total)
+    return peak, total
+
+
+@triton.jit
+def _add_unlisted(scores, order, states, is_head, listed, num, most, peak, total, tile: tl.constexpr):
+    """Add the candidates that are not found among the `listed` pages of an order."""
+    for start in range(0, num, tile):
+        page = start + tl.arange(0, tile)
+        unlisted = page < num
+        for place in range(listed):
+            unlisted = unlisted & (page != tl.load(order + place))
+        peak, total = _add_weights(scores, states, is_head, page, unlisted, most, peak, total)
+    return peak, total
+
+
+@triton.jit
+def _add_weights(scores, states, is_head, page, is_page, most, peak, total):
+    """Add pages to sums of exp(score - peak)."""
+    weights = tl.load(
+        scores + states[:, None] * most + page[None, :], mask=is_head[:, None] & is_page[None, :], other=float("-inf")
+    )
+    new_peak = tl.maximum(peak, tl.max(weights, axis=1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    return new_peak, total * tl.exp(peak - base) + tl.sum(tl.exp(weights - base[:, None]), axis=1)
+
+
+@triton.jit
+def _log_sum(peak, total):
+    """The logarithm of such a sum; -inf if it has no weight."""
+    return tl.where(total > 0.0, peak + tl.log(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+
+
+@triton.jit
+def _left_behind(scores, order, states, is_head, unread, base, count, num, most, tile: tl.constexpr):
+    """The logarithm of what is left of an order that lists all; its unit, and what is left in it, which may be new."""
+    log_rest = base + tl.log(tl.maximum(unread, 0.0))
+    if _little_left(unread, is_head):
+        log_rest = _log_sum(*_sum_listed(scores, order, states, is_head, count, num, most, tile))
+        base = tl.where(log_rest == float("-inf"), 0.0, log_rest)
+        unread = tl.exp(log_rest - base)
+    return log_rest, base, unread
+
+
+@triton.jit
 def _store_page(blocks, page, is_page, pages_per_block):
     """Where pages of a request lie in the host store."""
     block = tl.load(blocks + page // pages_per_block, mask=is_page, other=0).to(tl.int64)
@@ -251,7 +308,6 @@ def _plan_kernel(
     budgets,
     retained_lse,
     counts,
-    log_estimated,
     log_unread,
     kept,
     most,
@@ -274,21 +330,12 @@ def _plan_kernel(
     peak = tl.full((block_group,), float("-inf"), tl.float32)
     total = tl.zeros((block_group,), tl.float32)
     for start in range(0, num, tile):
-        pages = start + tl.arange(0, tile)
-        weights = tl.load(
-            scores + states[:, None] * most + pages[None, :],
-            mask=is_head[:, None] & (pages < num)[None, :],
-            other=float("-inf"),
-        )
-        new_peak = tl.maximum(peak, tl.max(weights, axis=1))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        total = total * tl.exp(peak - base) + tl.sum(tl.exp(weights - base[:, None]), axis=1)
-        peak = new_peak
+        page = start + tl.arange(0, tile)
+        peak, total = _add_weights(scores, states, is_head, page, page < num, most, peak, total)
     has_weight = total > 0.0
-    estimated = tl.where(has_weight, peak + tl.log(tl.where(has_weight, total, 1.0)), float("-inf"))
-    base = tl.where(has_weight, estimated, 0.0)
+    base = tl.where(has_weight, _log_sum(peak, total), 0.0)
 
-    # In shares of what all candidates are estimated to weigh.
+    # In shares of what the candidates weigh together that were unread when they were last summed; first all are.
     log_retained = tl.load(retained_lse + states, mask=is_head, other=0.0)
     unread = tl.where(has_weight, 1.0, 0.0)
     expected = tl.exp(tl.minimum(log_retained - base, 80.0))
@@ -299,14 +346,25 @@ def _plan_kernel(
         is_page = (tl.arange(0, block_step) < step) & (some < budget)
         page = tl.load(order + unit * listed + some, mask=is_page, other=0)
         taken = _taken(scores, states, is_head, page, is_page, base, most)
-        unread = tl.maximum(unread - taken, 0.0)
+        unread -= taken
         expected += taken
         count = tl.minimum(count + step, budget)
-        unread = tl.where(count == num, 0.0, unread)
+        if _little_left(unread, is_head):
+            ordered = tl.minimum(listed, num)
+            of_unit = order + unit * listed
+            peak, total = _sum_listed(scores, of_unit, states, is_head, count, ordered, most, tile // 4)
+            if ordered < num:
+                peak, total = _add_unlisted(
+                    scores, of_unit, states, is_head, ordered, num, most, peak, total, tile // 4
+                )
+            log_rest = _log_sum(peak, total)
+            has_weight = total > 0.0
+            expected *= tl.exp(tl.minimum(tl.where(has_weight, base - log_rest, 0.0), 80.0))
+            base = tl.where(has_weight, log_rest, base)
+            unread = tl.where(has_weight, 1.0, 0.0)
         share = _least_share(tl.log(unread), tl.log(expected), is_head)
 
     tl.store(counts + unit, count)
-    tl.store(log_estimated + states, estimated, mask=is_head)
     tl.store(log_unread + states, base + tl.log(unread), mask=is_head)
     tl.store(kept + unit, share)
 
@@ -330,7 +388,6 @@ def _read_on_kernel(
     out,
     lse,
     counts,
-    log_estimated,
     log_unread,
     kept,
     numbers,
@@ -370,9 +427,7 @@ def _read_on_kernel(
     count = planned
     log_retained = tl.load(retained_lse + states, mask=is_head, other=0.0)
     peak = tl.load(lse + states, mask=is_head, other=float("-inf"))
-    base = tl.load(log_estimated + states, mask=is_head, other=0.0)
     log_rest = tl.load(log_unread + states, mask=is_head, other=float("-inf"))
-    unread = tl.exp(log_rest - base)
 
     # What the candidates read weigh beside the retained set, then P_acc.
     share = _least_share(log_rest, _log_add(log_retained, peak), is_head)
@@ -385,13 +440,15 @@ def _read_on_kernel(
         q = tl.load(query + row * query_row_stride + in_row, mask=is_output, other=0.0)
         outputs = out + states[:, None] * head_dim + dims[None, :]
         total, acc = _resume(outputs, peak, is_output)
+        base = tl.where(log_rest == float("-inf"), 0.0, log_rest)
+        unread = tl.exp(log_rest - base)  # a share of what it was when it was last summed
         while (count < budget) & (share <= threshold):
             end = tl.minimum(count + microbatch, budget)
             for start in range(count, end, tile):
                 some = start + tl.arange(0, tile)
                 is_page = some < end
                 candidate = tl.load(order + unit * listed + some, mask=is_page, other=0)
-                unread = tl.maximum(unread - _taken(scores, states, is_head, candidate, is_page, base, most), 0.0)
+                unread -= _taken(scores, states, is_head, candidate, is_page, base, most)
                 page = _store_page(blocks + row * blocks_row_stride, first_page + candidate, is_page, pages_per_block)
                 entry = first_entry + kv_head.to(tl.int64) * store_pages + page
                 slot = tl.maximum(tl.load(slots + entry, mask=is_page, other=-1), -1)
@@ -416,8 +473,9 @@ def _read_on_kernel(
                 )
                 peak, total, acc = fold_pages(q, k, v, limit, peak, total, acc, scale, tile)
             count = end
-            unread = tl.where(count == num, 0.0, unread)
-            log_rest = base + tl.log(unread)
+            log_rest, base, unread = _left_behind(
+                scores, order + unit * listed, states, is_head, unread, base, count, num, most, tile
+            )
             share = _least_share(log_rest, _log_add(log_retained, peak + tl.log(total)), is_head)
             looks += 1
         tl.store(outputs, acc / total[:, None], mask=is_output)

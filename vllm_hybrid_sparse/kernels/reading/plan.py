@@ -30,6 +30,5 @@ class ReadingPlan:
     """How many pages of its order each group reads, and what is left then. On the device."""
 
     counts: Tensor  # [rows, kv_heads] int32
-    log_estimated: Tensor  # [rows, q_heads] f32, what all candidates are estimated to weigh; -inf: there are none
-    log_unread: Tensor  # [rows, q_heads] f32, likewise of those that are not read
+    log_unread: Tensor  # [rows, q_heads] f32, what candidates that are not read are estimated to weigh; -inf: nothing
     kept: Tensor  # [rows, kv_heads] f32, P_acc of the head that has the least; what is estimated until it is looked at
