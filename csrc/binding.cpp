@@ -147,7 +147,7 @@ NB_MODULE(_native, m) {
       .def("anchor_tokens", &FluxionLayer::anchor_tokens, "slot"_a);
 
   nb::class_<Selection>(m, "Selection")
-      .def(nb::new_([](bool ranked, double budget_ratio, int max_pages, float threshold, int microbatch_pages,
+      .def(nb::new_([](bool ranked, double budget_ratio, int max_pages, double threshold, int microbatch_pages,
                        bool estimated_remainder, float attributed, int sink_tokens, int window_tokens) {
         return Selection{ranked, budget_ratio, max_pages, threshold, microbatch_pages, estimated_remainder, attributed,
                          sink_tokens, window_tokens};

@@ -6,7 +6,11 @@
 inline constexpr int kScorePages = 4;  // pages scored together,
 inline constexpr int kScoreRows = 4;   // with as many rows: 16 sums across lanes at a time
 inline constexpr int kMeanLevels = 15;
-inline constexpr float kFarthestFromMean = 120.0f;  // most powers of two between a token's score and its page's mean: no overflow
+
+// A token counts 2^(score - mean's score - kAboveMean), an exponent of at most kMostExponent either way: scores up to 220 powers of
+// two above their page's mean are told apart. Those more than 20 below it are not; a page's best token is never among them.
+inline constexpr float kAboveMean = 100.0f;
+inline constexpr float kMostExponent = 120.0f;
 
 // A query row q as scoring needs it: rotated and rounded to 8 bits. Scores are in units of log 2. The elements of codes and mean
 // are the odd numbers 2 c - top for c = 0 ... top, so <q, element> = a * (sum of q c) - top * sum.
@@ -250,7 +254,7 @@ template <int Bits, int Rows, int Pages>
 }
 
 // Rows against the codes of `Pages` pages, first half: sums[r * row_stride + p] is the sum over the page's tokens of
-// 2^(score - the mean's score), means[r * kScoreChunkPages + p] the product with the mean's levels, steps[p] their unit.
+// 2^(score - the mean's score - kAboveMean), means[r * kScoreChunkPages + p] the product with the mean's levels, steps[p] their unit.
 // `finish_codes` takes the logarithms later, so that no tile waits for them.
 template <int Bits, int Rows, int Pages, int HeadDim>
 static inline void code_tile(const CodeTileArgs& args, const void* const* rows, const char* summaries, const SummariesAhead& ahead,
@@ -280,7 +284,7 @@ static inline void code_tile(const CodeTileArgs& args, const void* const* rows, 
       steps[p + i] = bf16_to_float(units[1]);
       for (int r = 0; r < Rows; ++r) {
         const vf product = fma(products[r][i], set1(queries[r]->a), set1(-kTop * queries[r]->sum));
-        weights[r][p + i] = exp2_estimate(limit(mul(product, factors), kFarthestFromMean));
+        weights[r][p + i] = exp2_estimate(limit(fma(product, factors, set1(-kAboveMean)), kMostExponent));
       }
     }
   }
@@ -293,7 +297,7 @@ static inline void finish_codes(const CodeQuery& query, const float* means, cons
   const vf a = set1(query.a * kLn2);
   const vf shift = set1(-kMeanLevels * query.sum * kLn2);
   const auto finish = [&](vf sum, const float* mean, const float* step) {
-    return fma(log2_positive(sum), set1(kLn2), mul(load(step), fma(load(mean), a, shift)));
+    return fma(add(log2_positive(sum), set1(kAboveMean)), set1(kLn2), mul(load(step), fma(load(mean), a, shift)));
   };
   int i = 0;
   for (; i + 16 <= count; i += 16) store(scores + i, finish(load(scores + i), means + i, steps + i));

@@ -66,7 +66,7 @@ struct Selection {
   bool ranked = false;        // ordered by summary score; otherwise every candidate, in sequence order
   double budget_ratio = 1.0;  // at most this share of the candidates, rounded up
   int max_pages = 0;          // and at most this many; 0: no such limit
-  float threshold = 1.0f;     // stop once this share of the mass is exceeded; 1: never
+  double threshold = 1.0;     // stop once this share of the mass is exceeded; 1: never
   int microbatch_pages = 8;   // pages between two checks of the threshold
   // The assumed weight of the unread pages. True: the sum of their estimates (key codes). False: each weighs as much as the
   // lightest page read so far (PSA, Algorithm 1).
@@ -79,7 +79,7 @@ struct Selection {
   int budget(int candidates) const;
   CandidatePages candidates(int seq_len) const;
   // Whether it reads in microbatches. A threshold of 1 never stops: everything is read, so nothing needs scoring.
-  bool progressive() const { return ranked && threshold < 1.0f; }
+  bool progressive() const { return ranked && threshold < 1.0; }
 };
 
 struct LayerCall {
@@ -244,7 +244,7 @@ class Engine {
     int microbatches;               // progressive: verified so far
     float kept;
     std::vector<float> lse_min;     // [group]
-    std::vector<float> estimated_lse;  // [group] of the candidates that were unread when they were last weighed; first all are
+    std::vector<float> estimated_lse;  // [group] of candidates unread when last weighed: first all are; with an anchor, those left out
     std::vector<double> unread;        // [group] share of that estimate that `order` leaves out; empty: unknown
     std::vector<float> unread_after;   // [microbatches][group] log weight still left out after each microbatch
     int expected;                      // pages of `order`, in whole microbatches, that the estimates call enough; 0: unknown
@@ -344,10 +344,10 @@ class Engine {
   const std::vector<int32_t>& unread_pages(const Item& item) const;
   double log_weight(const Item& item, int g, const int32_t* pages, size_t count) const;
   bool little_left(const Item& item) const;
-  void weigh_unread(Item& item, const std::vector<int32_t>& pages, double* read) const;
-  void estimate_unread(Item& item) const;
-  void list_unread(Item& item, int microbatch_pages) const;
-  void attribute_unread(Item& item, const float* retained, float* read) const;
+  void weigh_unread(Item& item, const std::vector<int32_t>& pages, double* read);
+  void estimate_unread(Item& item);
+  void list_unread(Item& item, int microbatch_pages);
+  void attribute_unread(Item& item, const float* retained, float* read);
   void attend_selected(const LayerCall& call, const Batch& batch);
   void attend_progressive(const LayerCall& call, const Batch& batch, const Selection& selection);
   void verify(Item& item, int index, const Selection& selection, int pages_read);

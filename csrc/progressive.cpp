@@ -107,7 +107,8 @@ void Engine::take_next(Item& item, int index, const Selection& selection) {
       weigh_unread(item, unread, expected.data());
     }
     enough = true;
-    for (int g = 0; g < group; ++g) enough = enough && expected[g] > selection.threshold * (expected[g] + item.unread[g]);
+    const double lacking = 1.0 - selection.threshold;
+    for (int g = 0; g < group; ++g) enough = enough && lacking * expected[g] > selection.threshold * item.unread[g];
   }
 }
 
@@ -130,7 +131,7 @@ void Engine::verify(Item& item, int index, const Selection& selection, int pages
   for (int g = 0; g < group; ++g) {
     double rest;
     if (selection.estimated_remainder) {
-      rest = item.unread[g] / read_share(item, index, g);
+      rest = item.unread[g] == 0.0 ? 0.0 : item.unread[g] / read_share(item, index, g);
     } else {
       rest = static_cast<double>(item.left) * std::exp(item.lse_min[g] - read_lse(index, g));
     }

@@ -9,7 +9,6 @@ namespace hybrid_sparse {
 namespace {
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();  // the logarithm of no weight
-constexpr double kMostLogRatio = 60.0;  // of two weights; beyond it the smaller one does not matter
 
 // What subtracting leaves of an estimate is mostly rounding if it is little: a float32 logarithm below 64 is off by up to 4e-6,
 // which is 5e-4 of this share. Below it the unread candidates are summed anew, page by page.
@@ -70,10 +69,11 @@ bool Engine::little_left(const Item& item) const {
   return *std::min_element(item.unread.begin(), item.unread.begin() + geometry_.group()) < kLeastDifference;
 }
 
-// Sums the estimates of the unread candidates, `pages`, anew. The unit of `unread` is then this sum; `read` [group], if given,
-// has the same unit and follows it.
-void Engine::weigh_unread(Item& item, const std::vector<int32_t>& pages, double* read) const {
+// Sums the estimates of the unread candidates, `pages`, anew for such heads. The unit of `unread` is then this sum; `read`
+// [group], if given, has the same unit and follows it.
+void Engine::weigh_unread(Item& item, const std::vector<int32_t>& pages, double* read) {
   for (int g = 0; g < geometry_.group(); ++g) {
+    if (item.unread[g] >= kLeastDifference) continue;
     const double log_unread = log_weight(item, g, pages.data(), pages.size());
     item.unread[g] = log_unread == kNothing ? 0.0 : 1.0;
     if (log_unread == kNothing) continue;
@@ -83,7 +83,7 @@ void Engine::weigh_unread(Item& item, const std::vector<int32_t>& pages, double*
 }
 
 // Estimates the share of the candidates left out, if the stopping rule has not.
-void Engine::estimate_unread(Item& item) const {
+void Engine::estimate_unread(Item& item) {
   item.unread.clear();
   for (int g = 0; g < geometry_.group(); ++g)
     item.unread.push_back(1.0 - estimate(item, g, item.order.data(), item.order.size()));
@@ -91,7 +91,7 @@ void Engine::estimate_unread(Item& item) const {
 }
 
 // Estimates what is unread after each microbatch of the order, from the last one to the first.
-void Engine::list_unread(Item& item, int microbatch_pages) const {
+void Engine::list_unread(Item& item, int microbatch_pages) {
   const int group = geometry_.group();
   const int ordered = static_cast<int>(item.order.size());
   const int microbatches = (ordered + microbatch_pages - 1) / microbatch_pages;
@@ -110,21 +110,17 @@ void Engine::list_unread(Item& item, int microbatch_pages) const {
 // Gives part of the unread candidates' estimated weight to the candidates read. Let r, m and u be the weights of the retained
 // set, of the candidates read and of the unread ones. The output becomes that of everything read, plus u / (r + m + u) times
 // attributed * (mean of the candidates read - mean of everything read). This is the candidates' state times a factor.
-void Engine::attribute_unread(Item& item, const float* retained, float* read) const {
+void Engine::attribute_unread(Item& item, const float* retained, float* read) {
   const bool all = static_cast<int>(item.order.size()) == item.candidate_end - item.candidate_begin;
   if (all || item.order.empty() || !geometry_.layout.has_codes()) return;
   if (item.unread.empty()) estimate_unread(item);
   const int group = geometry_.group();
-  const int head_dim = geometry_.layout.head_dim;
   for (int g = 0; g < group; ++g) {
     if (read[group + g] <= 0.0f) continue;
     const double of_read = lse(read, g);
-    const double r = std::exp(std::min(kMostLogRatio, lse(retained, g) - of_read));  // in units of m
-    const double u = item.unread[g] * std::exp(std::min(kMostLogRatio, item.estimated_lse[g] - of_read));
-    const auto factor = static_cast<float>(1.0 + attributed_ * u * (r + 1.0) / (r + 1.0 + (1.0 - attributed_) * u));
-    read[group + g] *= factor;
-    float* out = read + 3 * group + int64_t{g} * head_dim;
-    for (int d = 0; d < head_dim; ++d) out[d] *= factor;
+    const double r = std::exp(std::min(kMostLogShare, lse(retained, g) - of_read));  // in units of m
+    const double u = item.unread[g] * std::exp(std::min(kMostLogShare, item.estimated_lse[g] - of_read));
+    read[g] += static_cast<float>(std::log1p(attributed_ / (1.0 / u + (1.0 - attributed_) / (r + 1.0))));
   }
 }
 

@@ -4,10 +4,10 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.accuracy.haystacks import prose_or_text
 from benchmarks.accuracy.prompts import FORMATS, Prompt, PromptMaker
-from benchmarks.accuracy.ruler import TASKS
-from benchmarks.accuracy.ruler.haystacks import prose_or_text
 from benchmarks.serving.backends import DTYPES
+from vllm_hybrid_sparse.load.ruler import TASKS
 
 
 @dataclass(frozen=True, slots=True)

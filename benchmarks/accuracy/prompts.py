@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy.documents import cut_in_the_middle, read_questions, rouge_l
-from benchmarks.accuracy.ruler import TASKS, Question, fit_question
-from benchmarks.accuracy.ruler.haystacks import Filler
+from vllm_hybrid_sparse.load.ruler import TASKS, Question, fit_question
+from vllm_hybrid_sparse.load.ruler.haystacks import Filler
 
 FORMATS = ("chat", "plain")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.accuracy.ruler import TASKS
 from benchmarks.accuracy.selections import FULL
 from benchmarks.report import markdown_table
+from vllm_hybrid_sparse.load.ruler import TASKS
 
 RULER, PERPLEXITY = "RULER-like", "perplexity"
 

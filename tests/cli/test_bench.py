@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import resource
 import signal
 from pathlib import Path
@@ -39,6 +40,53 @@ def test_prose_has_the_tokens_asked_for_by_the_server_s_own_count(tmp_path: Path
     assert side["figures"]["output_tokens"] == 40
     for request in side["runs"][0]["requests"]:
         assert min(abs(request["prompt_tokens"] - asked) for asked in (60, 240)) < 12
+
+
+def test_tasks_are_mixed_with_documents_and_named_in_the_report(tmp_path: Path) -> None:
+    text, saved = tmp_path / "one.txt", tmp_path / "saved.jsonl"
+    text.write_text("tells of a river and a mill. " * 100)
+    tasks = ("--tasks", "niah_single_2:3,niah_multikey_3", "--task-tokens", "400:1,1600:1")
+    documents = ("--documents", str(text), "--questions-per-document", "6", "--document-tokens", "90")
+    load = ("--clients", "2", "--warm-up", "1", "--save-trace", str(saved), "--out", str(tmp_path / "r"))
+    traces = []
+    with serving() as server:
+        for seed in ("0", "0", "1"):
+            assert bench("--url", server.url, *tasks, *documents, *load, "--seed", seed) == 0
+            traces.append(read_trace(saved))
+    assert traces[0] == traces[1]
+    assert {request.prompt for request in traces[0] if request.source != "documents"}.isdisjoint(
+        request.prompt for request in traces[2]
+    )
+    content = report(tmp_path / "r")
+    sources = content["trace"]["sources"]
+    assert sources["documents"] == 6
+    assert sources["niah_single_2"] + sources["niah_multikey_3"] == 32
+    assert sources["niah_single_2"] > sources["niah_multikey_3"] > 0
+    names = [request.source for request in traces[2]]
+    assert len(set(names[:10])) > 1  # in no order of the sources
+    assert content["trace"]["groups"] == {"one.txt": 6}
+    requests = content["servers"][0]["runs"][0]["requests"]
+    assert [request["source"] for request in requests] == names
+    for request in requests:
+        if request["source"] == "documents":
+            assert request["output_tokens"] == 128
+        else:
+            assert request["output_tokens"] == {"niah_single_2": 12, "niah_multikey_3": 40}[request["source"]]
+            assert min(abs(request["prompt_tokens"] / asked - 1) for asked in (400, 1600)) < 0.1
+
+
+def test_answers_to_tasks_have_the_tokens_asked_for(tmp_path: Path) -> None:
+    tasks = ("--tasks", "all", "--task-tokens", "900", "--output-tokens", "7", "--requests", "5")
+    with serving() as server:
+        assert bench("--url", server.url, *tasks, "--clients", "2", "--out", str(tmp_path / "r")) == 0
+    assert report(tmp_path / "r")["trace"]["max_tokens"] == {"7": 5}
+
+
+def test_a_length_that_a_task_cannot_have_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = ("--tasks", "niah_single_1,vt", "--task-tokens", "100", "--clients", "1")
+    with serving() as server:
+        assert bench("--url", server.url, *tasks, "--out", str(tmp_path / "r")) == 1
+    assert re.search(r"task-tokens=100: must be at least \d+ for vt, its shortest prompt", capsys.readouterr().err)
 
 
 def test_two_measurements_of_a_server_share_no_prefix(tmp_path: Path) -> None:
@@ -306,7 +354,7 @@ PROSE = ("--prose", "50")
         ((*PROSE, "--capacity", "psa", "--first-rate", "0"), "first-rate=0.0: must be above 0"),
         ((*PROSE,), "rate, clients, recorded-times, capacity: exactly one"),
         ((*PROSE, "--rate", "1", "--clients", "2"), "rate, clients, recorded-times, capacity: exactly one"),
-        (("--rate", "1"), "trace, documents, prose: at least one"),
+        (("--rate", "1"), "trace, documents, prose, tasks: at least one"),
         ((*PROSE, "--rate", "1", "--requests", "0"), "requests=0: must be at least 1"),
         ((*PROSE, "--rate", "1", "--rounds", "0"), "rounds=0: must be at least 1"),
         ((*PROSE, "--capacity", "psa", "--rounds", "2"), "rounds=2: must be 1 with capacity"),
@@ -327,11 +375,18 @@ PROSE = ("--prose", "50")
         ((*PROSE, "--rate", "1", "--questions-per-document", "3"), "questions-per-document=3: used with --documents"),
         (
             ("--trace", __file__, "--rate", "1", "--output-tokens", "64"),
-            "output-tokens=64: used with --documents or --prose only, which are not given",
+            "output-tokens=64: used with --documents, --prose or --tasks only, which are not given",
         ),
         (
             ("--trace", __file__, "--rate", "1", "--stop-at-eos"),
-            "stop-at-eos=True: used with --documents or --prose only, which are not given",
+            "stop-at-eos=True: used with --documents, --prose or --tasks only, which are not given",
+        ),
+        (("--tasks", "niah", "--rate", "1"), "tasks=niah: 'niah' is no task; they are all, niah_single_1, "),
+        (("--tasks", "vt:0", "--rate", "1"), "tasks=vt:0: weights must be above 0, finite"),
+        (("--tasks", "vt", "--task-tokens", "4k", "--rate", "1"), "task-tokens=4k: must be LENGTH[:WEIGHT]"),
+        (
+            (*PROSE, "--rate", "1", "--task-tokens", "512"),
+            "task-tokens=512: used with --tasks only, which is not given",
         ),
         ((*PROSE, "--rate", "1", "--speed", "0"), "speed=0.0: must be above 0"),
         (("--prose", "0", "--rate", "1"), "prose=0: lengths and weights"),

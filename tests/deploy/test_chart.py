@@ -113,6 +113,19 @@ def test_vllm_knows_the_arguments_and_the_backend_the_settings(values: dict[str,
     assert options.served_model_name == [merged["model"]["servedName"]]
 
 
+@pytest.mark.parametrize(
+    ("values", "length"),
+    [
+        ({}, -1),  # auto, as vLLM parses it
+        ({"maxModelLen": 1_048_576}, 1_048_576),
+        ({"maxModelLen": 4096, "extraArgs": ["--max-model-len=131072"]}, 131_072),
+    ],
+    ids=json.dumps,
+)
+def test_the_context_fits_the_cache_unless_a_length_is_given(values: dict[str, Any], length: int) -> None:
+    assert refuse_unknown_options(container(render(values))["args"]).max_model_len == length
+
+
 def test_a_pod_has_time_to_be_forgotten_to_answer_and_to_end() -> None:
     objects = render({"drain": {"endpointSeconds": 7, "answerSeconds": 300}})
     assert container(objects)["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
@@ -159,6 +172,8 @@ def test_cores_are_reserved_only_where_vllm_chooses_them() -> None:
         {"setings": {"policy": "dense"}},
         {"service": {"type": "Headless"}},
         {"extraArgs": "--max-model-len=4096"},
+        {"maxModelLen": 0},
+        {"maxModelLen": "automatic"},
     ],
     ids=json.dumps,
 )

@@ -72,6 +72,8 @@ def model_of(**changes: Any) -> Any:
         "use_mla": False,
         "is_encoder_decoder": False,
         "is_hybrid": False,
+        "is_attention_free": False,
+        "max_model_len": 8192,
         "is_mm_prefix_lm": False,
         "enable_sleep_mode": False,
         "get_sliding_window": lambda: None,

@@ -144,7 +144,13 @@ def test_a_model_that_chooses_for_itself_is_refused(
     """MiMo-V2's layers have values of another size and take a backend for these, whichever was asked for."""
     monkeypatch.setattr(CPUWorker, "load_model", lambda *_, **__: None)
     layer = Attention.__new__(Attention)
-    asked_for = {"layer_name": "layers.0", "attn_backend": HybridSparseBackend, "head_size": 64, "head_size_v": 64}
+    asked_for = {
+        "layer_name": "layers.0",
+        "attn_backend": HybridSparseBackend,
+        "head_size": 64,
+        "head_size_v": 64,
+        "sliding_window": None,
+    }
     for name, value in (asked_for | changes).items():
         setattr(layer, name, value)
     worker = bare_worker()
@@ -152,6 +158,38 @@ def test_a_model_that_chooses_for_itself_is_refused(
 
     with pytest.raises(ConfigError, match=refusal) if refusal else nullcontext():
         worker.load_model()
+
+
+@pytest.mark.parametrize(("max_model_tokens", "kept"), [(200, None), (201, 200)])
+def test_layers_whose_window_never_cuts_get_the_blocks_of_those_that_see_everything(
+    monkeypatch: pytest.MonkeyPatch, max_model_tokens: int, kept: int | None
+) -> None:
+    """A group of blocks of their own would have tables of its own, which devices and connectors do not read."""
+    monkeypatch.setattr(CPUWorker, "load_model", lambda *_, **__: None)
+    layer = Attention.__new__(Attention)
+    layer.attn_backend, layer.head_size, layer.head_size_v, layer.sliding_window = HybridSparseBackend, 64, 64, 200
+    worker = bare_worker()
+    worker.vllm_config.model_config = SimpleNamespace(max_model_len=max_model_tokens)
+    worker.vllm_config.compilation_config.static_forward_context["layers.0"] = layer
+
+    worker.load_model()
+
+    assert layer.sliding_window == kept
+
+
+@pytest.mark.parametrize(("asked", "workers", "fits"), [(12, 2, False), (11, 2, True), (22, 1, True), (None, 2, True)])
+def test_the_stores_of_all_workers_must_fit_together(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, workers: int, fits: bool
+) -> None:
+    monkeypatch.setattr(CPUWorker, "determine_available_memory", lambda _worker: 7)
+    monkeypatch.setattr(cpu_worker, "available_bytes", lambda: 22 * 2**30)
+    worker = bare_worker(
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None if asked is None else asked * 2**30),
+        parallel_config=SimpleNamespace(local_world_size=workers, data_parallel_size_local=3),
+    )
+    refusal = r"^kv_cache_memory_bytes=12884901888: .* at most 11811160064 for each of 2 workers: 22.0 GiB are "
+    with nullcontext() if fits else pytest.raises(ConfigError, match=refusal):
+        assert worker.determine_available_memory() == 7
 
 
 def test_a_prompt_that_is_not_whole_yet_draws_nothing_from_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a layer does if its rows have another dtype than the KV cache, or if the cache has scales."""
+"""What a layer makes of its window, of rows of another dtype than the KV cache's, and of a cache with scales."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +7,46 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.glue import impl
 from vllm_hybrid_sparse.glue.impl import HybridSparseImpl
 from vllm_hybrid_sparse.glue.support import FP8
+from vllm_hybrid_sparse.runtime.host import HostRuntime
+
+
+def layer_with_window(monkeypatch: pytest.MonkeyPatch, max_model_tokens: int, **settings: Any) -> HybridSparseImpl:
+    """A layer with a window of 200 tokens, in a server of requests of up to `max_model_tokens`."""
+    runtime = HostRuntime(HybridSparseConfig(num_threads=1, **settings))
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float32, max_model_len=max_model_tokens),
+        cache_config=SimpleNamespace(kv_offloading_size=None),
+        kv_transfer_config=None,
+    )
+    monkeypatch.setattr(impl, "get_current_vllm_config", lambda: vllm_config)
+    monkeypatch.setattr(impl, "settings_of", lambda _config: runtime.settings)
+    monkeypatch.setattr(impl, "host_runtime", lambda _settings: runtime)
+    layer = HybridSparseImpl(2, 64, 0.125, 1, sliding_window=200)
+    layer.lay_out(16)
+    return layer
+
+
+@pytest.mark.parametrize(("max_model_tokens", "cuts"), [(200, False), (201, True)])
+def test_a_window_counts_only_if_a_request_may_be_longer(
+    monkeypatch: pytest.MonkeyPatch, max_model_tokens: int, cuts: bool
+) -> None:
+    layer = layer_with_window(monkeypatch, max_model_tokens, policy="topk", topk_pages=2)
+    runtime = layer._runtime
+    assert layer.attention.sliding_window == (200 if cuts else 0)
+    assert layer.attention.summary == ("none" if cuts else "key_codes")
+    assert layer._selection is (runtime.everything if cuts else runtime.selection)
+    assert ("have a sliding window" in runtime.describe()) == cuts
+
+
+def test_a_policy_with_state_needs_windows_that_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert layer_with_window(monkeypatch, 200, policy="hgca")._hgca is not None
+    with pytest.raises(ConfigError, match="sliding_window=200: is not supported with policy=hgca"):
+        layer_with_window(monkeypatch, 201, policy="hgca")
 
 
 def test_loaded_blocks_get_the_summaries_of_host_and_device_before_they_are_read() -> None:

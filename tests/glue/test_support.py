@@ -176,6 +176,7 @@ def test_a_layer_that_asks_for_what_is_not_served_is_refused(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"is_attention_free": True, "get_head_size": lambda: 0}, "model=some/model: models without attention layers"),
         ({"use_mla": True}, "model=some/model: multi-head latent attention"),
         ({"is_encoder_decoder": True}, "model=some/model: encoder-decoder models"),
         ({"dtype": torch.float64}, "dtype=torch.float64: must be bfloat16"),
@@ -227,6 +228,19 @@ def test_beside_other_kinds_of_layers_some_settings_are_refused(
         platform.check_and_update_config(served)
     with pytest.raises(ConfigError, match=said.format(what)):
         platform.check_and_update_config(config_of(member(), model_config=mixed, **changes))
+
+
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize(("changes", "what"), BEYOND_PAGE_POLICIES[:1] + BEYOND_PAGE_POLICIES[2:])
+def test_a_window_that_no_request_is_too_long_for_is_none(
+    changes: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = platform_of(monkeypatch, on_cuda=False)
+    model = model_of(max_model_len=4096, get_sliding_window=lambda: 4096, get_num_layers=lambda _parallel: 2)
+    platform.check_and_update_config(config_of(member(), model_config=model, **changes))
+    model.get_sliding_window = lambda: 4095
+    with pytest.raises(ConfigError, match=f"sliding_window=4095: is not supported with {what}"):
+        platform.check_and_update_config(config_of(member(), model_config=model, **changes))
 
 
 @pytest.mark.usefixtures("no_loggers")

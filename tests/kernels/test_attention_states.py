@@ -1,5 +1,7 @@
 """The references of `sparse_attention` and `merge`: partial attentions over disjoint keys add up to the whole."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -133,3 +135,22 @@ def test_nothing_unread_or_no_candidate_read_leaves_the_output(share: float) -> 
     assert torch.equal(attribute_unread(zeros, nothing, zeros, nothing, lse, share), zeros)
     huge = attribute_unread(out, lse, torch.randn(3, 16), lse - 1.0, lse + 500.0, share)
     assert huge.isfinite().all()
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("far", [40.0, 800.0, -3000.0])
+@pytest.mark.parametrize("part", [3e-5, 3e-4, 3e-2])
+def test_candidates_that_rounding_hides_are_given_nothing(share: float, far: float, part: float) -> None:
+    """Of large log-sum-exps the difference is rounding: the weight is left out then, as far as the share says."""
+    generator = torch.Generator().manual_seed(1)
+    outs = torch.randn(2, 200, 16, generator=generator)
+    retained, read = far + torch.rand(200, generator=generator), far + math.log(part)
+    read = read + torch.rand(200, generator=generator)
+    out, lse = merge_states(outs[0], retained, outs[1], read)
+    unread = lse + 0.4
+    given = attribute_unread(out, lse, outs[0], retained, unread, share)
+    literal = merge_with_unread(*(state.double() for state in (outs[0], retained, outs[1], read, unread)), share)
+    off = (given - literal).abs().amax(dim=1)
+    as_it_was = (given == out).all(dim=1)
+    assert (as_it_was | (off < 0.2)).all()
+    assert as_it_was.all() == (part < 2e-6 * abs(far))

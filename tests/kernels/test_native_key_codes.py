@@ -161,6 +161,61 @@ def test_little_left_of_estimates_that_were_too_high(isa: str, dtype: torch.dtyp
     assert len(decode_steps(shape, replace(selection, attributed=0.5), sharpness=6.0)) <= 1  # of 24 rows
 
 
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("selection", [ESTIMATED, TOPK], ids=["estimated", "topk"])
+@pytest.mark.parametrize("code_bits", [1, 2])
+def test_tokens_far_above_their_page_s_mean(isa: str, selection: SelectionSpec, code_bits: int) -> None:
+    """Scores deviate by 30, so the best tokens lie e^100 above the mean of their page."""
+    shape = Shape(isa=isa, dtype=torch.bfloat16, num_q_heads=6, summary="key_codes", code_bits=code_bits)
+    assert len(decode_steps(shape, selection, sharpness=30.0)) <= 5  # of 24 rows
+
+
+def decode_few(query: Tensor, page_keys: Tensor, last_key: Tensor, selection: SelectionSpec) -> list[int]:
+    """Decode one row of two heads over pages with one key each, a page of zeros and a last token; the pages read."""
+    shape = Shape(
+        dtype=torch.float32, num_q_heads=2, num_kv_heads=1, head_dim=16, scale=1.0, summary="key_codes", code_bits=2
+    )
+    tokens = torch.zeros(16 * len(page_keys) + 17, 4, 16)  # two queries, key and value
+    tokens[-1, :2], tokens[-1, 2], tokens[:, 3] = query, last_key, torch.randn(len(tokens), 16)
+    tokens[:-17, 2] = page_keys.repeat_interleave(16, dim=0)
+    layer = ServedLayer(shape, num_blocks=len(tokens) // shape.block_tokens + 2)
+    request = layer.start()
+    layer.step([(request, len(tokens) - 1)], tokens=tokens[:-1])
+    retained = RetainedSet(sink_tokens=0, window_tokens=16)
+    step = layer.step([(request, 1)], tokens=tokens[-1:], selection=selection, retained=retained)
+    assert not check_step(layer, step)
+    return layer.attention.last_plan(0, 0)
+
+
+@pytest.mark.parametrize(("top", "fall"), [(100.0, 10.0), (300.0, 150.0), (700.0, 150.0)])
+def test_a_head_that_has_enough_does_not_hold_up_its_group(top: float, fall: float) -> None:
+    """One head has all its weight in the window, by up to e^700; what the other lacks decides."""
+    keys = torch.zeros(20, 16)
+    keys[:, 0] = -fall * torch.arange(20)
+    query, last = torch.zeros(2, 16), torch.zeros(16)
+    query[0, 0], last[0] = 1.0, top
+    assert len(decode_few(query, keys, last, replace(ESTIMATED, threshold=0.5, microbatch_pages=1))) == 10  # of 20
+
+
+@pytest.mark.parametrize("below", [20.0, 58.0, 70.0, 100.0, 500.0])
+def test_what_is_read_stands_for_the_unread_however_little_it_weighs(below: float) -> None:
+    """One head chooses the only page, which weighs nothing to the other."""
+    keys = torch.zeros(8, 16)
+    keys[3, 0], keys[3, 1] = -below, 30.0
+    query = torch.zeros(2, 16)
+    query[0, 0], query[1, 1] = 1.0, 1.0
+    assert decode_few(query, keys, torch.zeros(16), replace(TOPK, max_pages=1, attributed=0.5)) == [3]
+
+
+def test_a_threshold_just_below_one_is_one_that_stops() -> None:
+    layer = ServedLayer(Shape(summary="key_codes"), num_blocks=24)
+    request = layer.start()
+    layer.step([(request, 600)])
+    layer.attention.reset_stats()
+    layer.step([(request, 1)], selection=replace(ESTIMATED, threshold=1 - 1e-9), retained=RETAINED)
+    assert layer.attention.stats().judged == 2
+
+
 def test_the_share_that_is_attributed_shows() -> None:
     """Outputs over the same pages change with the share, but not if everything is read."""
     read: list[int] = []

@@ -23,6 +23,7 @@ _REQUESTS = st.builds(
     ignore_eos=st.booleans(),
     arrival_s=st.none() | st.floats(0, 1e6),
     group=st.none() | _TEXTS,
+    source=st.none() | _TEXTS,
 )
 
 

@@ -103,6 +103,9 @@ def test_what_was_asked_for_is_taken_or_refused() -> None:
         host_store_bytes(fits + 1, 100 * GIB, 1)
     with pytest.raises(ConfigError, match="for each of 4 workers"):
         host_store_bytes(fits // 2, 100 * GIB, 4)
+    assert host_store_bytes(25 * GIB, 100 * GIB, 4, left_bytes=0) == 25 * GIB
+    with pytest.raises(ConfigError, match=r"for each of 4 workers: 100\.0 GiB are available$"):
+        host_store_bytes(25 * GIB + 1, 100 * GIB, 4, left_bytes=0)
 
 
 def test_the_whole_memory_behind_a_view_is_pinned_and_unpinned() -> None:

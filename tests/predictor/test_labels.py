@@ -53,6 +53,22 @@ def test_blocks_may_stand_for_what_the_others_weigh(share: float, group: int, to
     assert (labels.budgets != left_out.budgets).any() == (tokens > 48)
 
 
+@pytest.mark.parametrize("too_high", [12.0, 20.0])
+def test_what_is_left_of_estimates_that_are_too_high_counts(too_high: float) -> None:
+    """In float32, as samples are labelled: one page is estimated e^20 too high, and read first."""
+    group, tokens, share = 3, 336, 0.5
+    layer = random_layer(group, tokens, seed=2)
+    first, end = RETAINED.candidate_range(tokens)
+    keys = layer.keys.repeat_interleave(group, dim=0)[:, 16 * first : 16 * end].unflatten(1, (-1, 16))
+    weights = (SCALE * torch.einsum("hd,hptd->hpt", layer.query, keys)).logsumexp(dim=-1)
+    weights[:, 3] = weights.amax(dim=1) + too_high
+    in_float32 = (part.float() for part in layer)
+    labels = label_heads(*in_float32, SCALE, RETAINED, 0.05, weights.float(), share)
+    least, settled = least_budgets(*layer, SCALE, RETAINED, 0.05, weights, share)
+    assert labels.budgets.tolist() == [pytest.approx(row, abs=1e-6) for row in least]
+    assert labels.settled.tolist() == [pytest.approx(row[1:], abs=1e-6) for row in settled]
+
+
 def test_without_page_weights_nothing_is_known_of_the_unread() -> None:
     with pytest.raises(ConfigError, match=r"attributed=0\.5: must be 0 where"):
         label_heads(*random_layer(1, 64, seed=0), SCALE, RETAINED, 0.1, None, 0.5)

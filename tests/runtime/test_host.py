@@ -7,6 +7,7 @@ import torch
 
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.config import HybridSparseConfig
+from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
 from vllm_hybrid_sparse.runtime import host
 from vllm_hybrid_sparse.runtime.host import HostRuntime
@@ -60,3 +61,9 @@ def test_fluxion_s_settings_reach_every_layer(monkeypatch: pytest.MonkeyPatch) -
 def test_torch_s_threads_help_where_they_are_there(thread_pool: str) -> None:
     threads = torch.get_num_threads()  # of the team that can be borrowed
     assert HostRuntime(HybridSparseConfig(thread_pool=thread_pool, num_threads=threads)).helpers == "openmp"
+
+
+def test_torch_s_threads_are_refused_by_their_setting_where_they_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "openmp_is_loaded", lambda: False)
+    with pytest.raises(ConfigError, match=r"^hybrid_sparse\.thread_pool='openmp': GNU OpenMP is not loaded"):
+        HostRuntime(HybridSparseConfig(thread_pool="openmp", num_threads=1))

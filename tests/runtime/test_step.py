@@ -12,6 +12,7 @@ from tests.kernels.step_checks import check_step
 from tests.runtime.broken_pages import break_pages
 from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.errors import ConfigError, KernelError, LoadError
+from vllm_hybrid_sparse.runtime import tiers
 
 SMALL = {"sink_tokens": 16, "window_tokens": 32}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -117,6 +118,17 @@ def test_a_pool_of_one_group_evicts_in_every_step_and_stays_exact(policy: str, e
             assert stats.pages_evicted > evicted
     with pytest.raises(ConfigError, match=f"device_pool_pages={least - 1}: must be at least {least}"):
         TieredModel({**settings, "device_pool_pages": least - 1}, layers=2)
+
+
+def test_a_pool_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**SMALL, "policy": "dense"}
+    with TieredModel({**settings, "device_pool_pages": 64}) as model:
+        page_bytes = model.tier.pool.key[0].nbytes * 2
+    monkeypatch.setattr(tiers, "available_bytes", lambda: 64 * page_bytes)
+    with TieredModel({**settings, "device_pool_pages": 64}) as model:
+        serve(model, (17,), steps=1)
+    with pytest.raises(ConfigError, match=r"^hybrid_sparse\.device_pool_pages=65: must be at most 64, pages of"):
+        TieredModel({**settings, "device_pool_pages": 65})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

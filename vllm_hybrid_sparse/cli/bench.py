@@ -26,10 +26,12 @@ from vllm_hybrid_sparse.load.requests import Request
 from vllm_hybrid_sparse.load.search import Capacity, search_in_turns
 from vllm_hybrid_sparse.load.side import LoadError, Side, served_model
 from vllm_hybrid_sparse.load.summary import summary
+from vllm_hybrid_sparse.load.task_mix import task_mix
+from vllm_hybrid_sparse.load.task_samples import measured_tokens
 from vllm_hybrid_sparse.load.traces import read_text, read_trace, write_text, write_trace
 from vllm_hybrid_sparse.load.turns import Load, Results, prepare, rounds
 
-_DEFAULT_REQUESTS = 32  # of prose
+_DEFAULT_REQUESTS = 32  # of prose, and of tasks
 _SHORT_SAMPLE_WORDS, _LONG_SAMPLE_WORDS = 100, 400  # samples whose tokens the server counts
 _USUAL_WORDS_PER_TOKEN = 0.75  # of English, if the server does not count
 _SENTENCE_WORDS = 8  # in the shortest sentence that the grammar makes
@@ -170,6 +172,14 @@ class _Bench:
                 prose_mix(
                     write_prose, options.prose, options.output, options.requests or _DEFAULT_REQUESTS,
                     words_per_token, options.seed, ignore_eos=not options.stop_at_eos,
+                )
+            )  # fmt: skip
+        if options.tasks is not None:
+            tokens_of = await measured_tokens(side, options.tasks, options.task_lengths, prose, options.seed, say=_say)
+            traces.append(
+                task_mix(
+                    options.tasks, options.task_lengths, tokens_of, prose, options.requests or _DEFAULT_REQUESTS,
+                    options.seed, output=options.task_output, ignore_eos=not options.stop_at_eos,
                 )
             )  # fmt: skip
         return traces

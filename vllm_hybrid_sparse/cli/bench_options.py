@@ -12,12 +12,15 @@ from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.load.capacity import Search, psa_slos
 from vllm_hybrid_sparse.load.figures import Limits
 from vllm_hybrid_sparse.load.mixes import Lengths
+from vllm_hybrid_sparse.load.ruler import TASKS
 from vllm_hybrid_sparse.load.target import Address, Api, Target
+from vllm_hybrid_sparse.load.task_mix import TaskWeights
 
 DESCRIPTION = """Put load on an OpenAI-compatible server and report what its clients see.
 
   hybrid-sparse bench --url http://127.0.0.1:8000 --prose 1024:3,4096:1 --rate 0.5
   hybrid-sparse bench --url http://127.0.0.1:8000 --documents *.txt --clients 4
+  hybrid-sparse bench --url http://127.0.0.1:8000 --tasks all --task-tokens 4096:3,16384:1 --clients 4
   hybrid-sparse bench --url stock=http://127.0.0.1:8000 --vs ours=http://127.0.0.1:8001 --documents *.txt --capacity psa
 
 An API key in OPENAI_API_KEY goes to every server that is named. Ctrl-C ends the run and writes what was
@@ -27,8 +30,11 @@ _USED_WITH = {  # options, and those that have no effect without any of them
     ("capacity",): ("first_rate", "step", "try_seconds", "tolerance", "tries", "iteration_ms"),
     ("recorded_times",): ("speed",),
     ("documents",): ("document_tokens", "questions", "questions_per_document"),
-    ("documents", "prose"): ("output_tokens", "stop_at_eos"),
+    ("tasks",): ("task_tokens",),
+    ("documents", "prose", "tasks"): ("output_tokens", "stop_at_eos"),
 }
+
+_OUTPUT_TOKENS = "128"  # of documents and prose
 
 _MANY = "repeatable; requests of all sources are interleaved"
 
@@ -45,7 +51,10 @@ class BenchOptions:
     questions: Path | None
     questions_per_document: int
     prose: Lengths | None
-    output: Lengths
+    tasks: TaskWeights | None
+    task_lengths: Lengths
+    output: Lengths  # of documents and prose
+    task_output: Lengths | None  # None: each task's own
     stop_at_eos: bool
     requests: int | None
     rate: float | None
@@ -73,8 +82,8 @@ class BenchOptions:
         )
         if ways != 1:
             raise ConfigError("rate, clients, recorded-times, capacity: exactly one of them must be given")
-        if not (given.trace or given.documents or given.prose):
-            raise ConfigError("trace, documents, prose: at least one of them must be given")
+        if not (given.trace or given.documents or given.prose or given.tasks):
+            raise ConfigError("trace, documents, prose, tasks: at least one of them must be given")
         for name in ("rate", "first_rate", "speed"):
             value = getattr(given, name)
             if value is not None and not 0 < value < math.inf:
@@ -93,6 +102,7 @@ class BenchOptions:
         names = [address.name for address in addresses]
         if len(set(names)) < len(names):
             raise ConfigError(f"vs={', '.join(names[1:])}: servers must differ in name; give them as NAME=URL")
+        output = None if given.output_tokens is None else Lengths.parse("output-tokens", given.output_tokens)
         return cls(
             targets=tuple(
                 Target(
@@ -112,7 +122,10 @@ class BenchOptions:
             questions=given.questions,
             questions_per_document=given.questions_per_document,
             prose=None if given.prose is None else Lengths.parse("prose", given.prose),
-            output=Lengths.parse("output-tokens", given.output_tokens),
+            tasks=None if given.tasks is None else TaskWeights.parse("tasks", given.tasks),
+            task_lengths=Lengths.parse("task-tokens", given.task_tokens),
+            output=output or Lengths.parse("output-tokens", _OUTPUT_TOKENS),
+            task_output=output,
             stop_at_eos=given.stop_at_eos,
             requests=given.requests,
             rate=given.rate,
@@ -150,7 +163,8 @@ def _check_use(given: argparse.Namespace) -> None:
         for name in names:
             value = getattr(given, name)
             if value != parser.get_default(name):
-                needed = " or ".join(f"--{option.replace('_', '-')}" for option in options)
+                *some, last = (f"--{option.replace('_', '-')}" for option in options)
+                needed = f"{', '.join(some)} or {last}" if some else last
                 verb = "is" if len(options) == 1 else "are"
                 raise ConfigError(f"{name.replace('_', '-')}={value}: used with {needed} only, which {verb} not given")
 
@@ -220,13 +234,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--prose", metavar="TOKENS[:WEIGHT],…", help="made-up prose of about these lengths, no two alike"
     )
     trace.add_argument(
-        "--output-tokens", default="128", metavar="TOKENS[:WEIGHT],…", help="of documents, prose (%(default)s)"
+        "--tasks", metavar="NAME[:WEIGHT],…", help=f"RULER-like tasks, no two prompts alike: all, {', '.join(TASKS)}"
     )
     trace.add_argument(
-        "--stop-at-eos", action="store_true", help="let answers to documents and prose end by themselves"
+        "--task-tokens", default="4096", metavar="TOKENS[:WEIGHT],…", help="of the prompts of tasks (%(default)s)"
     )
     trace.add_argument(
-        "--requests", type=int, help="of prose (default 32); of the others, the first so many (default: all)"
+        "--output-tokens",
+        metavar="TOKENS[:WEIGHT],…",
+        help=f"of documents, prose (default {_OUTPUT_TOKENS}), tasks (default: what a right answer needs)",
+    )
+    trace.add_argument(
+        "--stop-at-eos", action="store_true", help="let answers to documents, prose and tasks end by themselves"
+    )
+    trace.add_argument(
+        "--requests",
+        type=int,
+        help="of prose and of tasks (default 32 each); of all together, the first so many (default: all)",
     )
     trace.add_argument("--seed", type=int, default=0, help="of all that is drawn (%(default)s)")
     trace.add_argument("--save-trace", type=Path, metavar="FILE", help="write the requests as a recorded trace")

@@ -69,6 +69,11 @@ def run_demo(text_tokens: int, settings: Mapping[str, object]) -> int:
         return 130
 
 
+def serves_on_cuda() -> bool:
+    """Whether the servers run on vLLM's CUDA platform. Its CPU build brings a torch that sees no GPU."""
+    return torch.cuda.is_available()
+
+
 def _compare(text_tokens: int, settings: Mapping[str, object]) -> int:
     model = model_dir()
     haystack = make_haystack(model / "tokenizer.json", text_tokens, _DEPTHS, _SEED)
@@ -97,7 +102,7 @@ def _compare(text_tokens: int, settings: Mapping[str, object]) -> int:
 
 def _dtype_args() -> tuple[str, ...]:
     """Options for a CPU on which vLLM's matrix products in bfloat16 would take most of the time (docs/OPERATING.md)."""
-    return () if torch.cuda.is_available() or not lacks_bf16() else ("--dtype", "float32")
+    return () if serves_on_cuda() or not lacks_bf16() else ("--dtype", "float32")
 
 
 def _cores() -> dict[str, str]:

@@ -11,6 +11,7 @@ from vllm_hybrid_sparse.cli.bench_options import BenchOptions, add_options
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 from vllm_hybrid_sparse.config import FLUXION_SUMMARIES
 from vllm_hybrid_sparse.errors import ConfigError, HybridSparseError
+from vllm_hybrid_sparse.glue.settings import settings_on
 from vllm_hybrid_sparse.values import CODE_BITS, UNREAD_ATTRIBUTED, PageRanking, RetainedSet
 
 _TEXT_TOKENS = 7000
@@ -46,8 +47,9 @@ def _demo(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"settings={arguments.settings}: must be JSON ({error})") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"settings={arguments.settings}: must be a JSON object")
-    from vllm_hybrid_sparse.cli.demo import run_demo  # noqa: PLC0415 - the other commands need no openai client
+    from vllm_hybrid_sparse.cli.demo import run_demo, serves_on_cuda  # noqa: PLC0415 - the others need no openai client
 
+    settings_on(settings, on_cuda=serves_on_cuda())  # as the server will, but before stock vLLM is measured
     return run_demo(arguments.text_tokens, settings)
 
 

@@ -15,6 +15,7 @@ from vllm_hybrid_sparse.glue.environment import give
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker, logger
 from vllm_hybrid_sparse.kernels.paged_attention.native import lacks_bf16
 from vllm_hybrid_sparse.memory.heap import IdleTrimmer, glibc_trim
+from vllm_hybrid_sparse.memory.pinned import available_bytes, host_store_bytes
 
 # Variables that the worker's process gets unless the user set them.
 _ENVIRONMENT = {
@@ -62,6 +63,18 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
         prepare_environment()
         super().__init__(*args, **kwargs)
         self._heap = IdleTrimmer(glibc_trim())
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes of the host store. ConfigError if the engine's workers together asked for too many.
+
+        vLLM checks each worker's by itself. Here too nothing needs to stay, so that one worker may still fill a small
+        machine. Other engines of the machine may have taken theirs already, so only this engine's workers count.
+        """
+        asked = self.cache_config.kv_cache_memory_bytes
+        if asked is not None:
+            host_store_bytes(asked, available_bytes(), self.parallel_config.local_world_size, left_bytes=0)
+        store: int = super().determine_available_memory()
+        return store
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the host store ready, and learn from the runner which requests a step has."""

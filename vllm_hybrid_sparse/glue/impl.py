@@ -12,7 +12,14 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadata
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.glue.support import FP8, kv_dtype, model_shape, refuse_beside_window, refuse_sinks
+from vllm_hybrid_sparse.glue.support import (
+    FP8,
+    cutting_window,
+    kv_dtype,
+    model_shape,
+    refuse_beside_window,
+    refuse_sinks,
+)
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.host import host_runtime
@@ -62,8 +69,8 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
                 f"kv_sharing_target_layer_name={kv_sharing_target_layer_name}: layers that share a cache are not "
                 "supported on cuda (attention backend hybrid_sparse)"
             )
-        if sliding_window is not None:
-            refuse_beside_window(sliding_window, self._runtime.settings, vllm_config)
+        if (window := cutting_window(sliding_window, vllm_config)) is not None:
+            refuse_beside_window(window, self._runtime.settings, vllm_config)
         if sinks is not None:
             refuse_sinks(self._runtime.settings)
         self._sinks_parameter = sinks
@@ -75,8 +82,8 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         # A layer that shares another's cache must not write it a second time.
         self._appends = kv_sharing_target_layer_name is None
-        self._sliding_window = sliding_window or 0
-        self._selection = self._runtime.everything if sliding_window else self._runtime.selection
+        self._sliding_window = window or 0
+        self._selection = self._runtime.everything if window else self._runtime.selection
         if self._runtime.settings.prediction is not None:
             self._runtime.use_model(model_shape(vllm_config))
         self._fluxion: _native.FluxionLayer | None = None  # made at the first call, which names the layer

@@ -101,6 +101,8 @@ def _refuse_speculation(settings: HybridSparseConfig, vllm_config: Any) -> None:
 
 
 def _refuse_model(model: Any) -> None:
+    if model.is_attention_free:
+        _refuse("model", model.model, "models without attention layers are not supported: they have no KV cache")
     if model.use_mla:
         _refuse("model", model.model, "multi-head latent attention (MLA) is not supported")
     if model.is_encoder_decoder:
@@ -130,7 +132,7 @@ def _refuse_model(model: Any) -> None:
 def _refuse_with_model(settings: HybridSparseConfig, vllm_config: Any) -> None:
     """Refuse settings that do not go with the model, which other settings can serve."""
     model = vllm_config.model_config
-    if (window := model.get_sliding_window()) is not None:
+    if (window := cutting_window(model.get_sliding_window(), vllm_config)) is not None:
         refuse_beside_window(window, settings, vllm_config)
     if model.is_hybrid:
         for other in _beyond_page_policies(settings, vllm_config):
@@ -142,6 +144,14 @@ def _refuse_with_model(settings: HybridSparseConfig, vllm_config: Any) -> None:
         _refuse("kv_cache_dtype", cache.cache_dtype, f"is not supported with device={settings.device}")
     if settings.device != "none" and settings.device_pool_pages is not None:
         check_pool_pages(settings, settings.device_pool_pages, model.get_num_layers(vllm_config.parallel_config))
+
+
+def cutting_window(window: int | None, vllm_config: Any) -> int | None:
+    """A layer's sliding window in tokens, None if it has none or none that any request is too long for.
+
+    With --max-model-len auto, vLLM begins with the most that the model serves, and may only lower it later.
+    """
+    return None if window is None or window >= vllm_config.model_config.max_model_len else window
 
 
 def refuse_beside_window(window: int, settings: HybridSparseConfig, vllm_config: Any) -> None:

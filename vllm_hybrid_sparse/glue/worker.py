@@ -15,6 +15,7 @@ from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.backend import HybridSparseBackend
 from vllm_hybrid_sparse.glue.impl import HybridSparseImpl
 from vllm_hybrid_sparse.glue.settings import settings_of
+from vllm_hybrid_sparse.glue.support import cutting_window
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport
 from vllm_hybrid_sparse.memory.frames import with_frame_room
 from vllm_hybrid_sparse.memory.prefault import prefault
@@ -53,6 +54,8 @@ class HostStoreWorker(WorkerBase):
         super().load_model(load_dummy_weights=load_dummy_weights)
         for layer in get_layers_from_vllm_config(self.vllm_config, Attention).values():
             _refuse_own_choice(layer)
+            # A layer whose window never cuts is one that sees everything, and shares their blocks and block tables.
+            layer.sliding_window = cutting_window(layer.sliding_window, self.vllm_config)
 
     def get_kv_cache_spec(self) -> Any:
         """The layers' specs. To size a block, the backend reads our settings from the current configuration."""

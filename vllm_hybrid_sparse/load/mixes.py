@@ -91,7 +91,10 @@ def document_mix(
             turn, which = divmod(order + number, len(questions))
             again = f" (Answer {turn + 1}, in other words.)" if turn else ""
             prompt = f"{text}\n\nQuestion: {questions[which]}{again}\nAnswer:"
-            requests.append(Request(prompt=prompt, max_tokens=output.draw(rng), ignore_eos=ignore_eos, group=name))
+            max_tokens = output.draw(rng)
+            requests.append(
+                Request(prompt=prompt, max_tokens=max_tokens, ignore_eos=ignore_eos, group=name, source="documents")
+            )
     rng.shuffle(requests)
     return requests
 
@@ -118,9 +121,9 @@ def prose_mix(
     for number in range(count):
         words = max(1, round(prompts.draw(rng) * words_per_token))
         text = cut_to_words(write(words, rng.getrandbits(32)), max(1, words - 2))
-        requests.append(
-            Request(prompt=f"Text {number + 1}. {text}", max_tokens=output.draw(rng), ignore_eos=ignore_eos)
-        )
+        prompt = f"Text {number + 1}. {text}"
+        max_tokens = output.draw(rng)
+        requests.append(Request(prompt=prompt, max_tokens=max_tokens, ignore_eos=ignore_eos, source="prose"))
     return requests
 
 

@@ -69,7 +69,7 @@ def document(
             _server(results.side)
             | {
                 "runs": [
-                    _run(name, schedule, measured, results.side, limits, keep_text)
+                    _run(name, schedule, measured, results.side, load.requests, limits, keep_text)
                     for name, schedule, measured in results.runs
                 ],
                 "figures": asdict(pooled[results.side.name]) if results.side.name in pooled else None,
@@ -124,6 +124,7 @@ def _trace(requests: Sequence[Request]) -> dict[str, Any]:
     return {
         "requests": len(requests),
         "groups": dict(Counter(request.group for request in requests if request.group is not None)),
+        "sources": dict(Counter(request.source for request in requests if request.source is not None)),
         "kinds": dict(Counter(request.kind for request in requests)),
         "max_tokens": dict(sorted(Counter(request.max_tokens for request in requests).items())),
         "sha256": trace_digest(requests),
@@ -146,7 +147,13 @@ def _server(side: Side) -> dict[str, Any]:
 
 
 def _run(
-    name: str, schedule: Schedule, measured: Measured, side: Side, limits: Limits | None, keep_text: bool
+    name: str,
+    schedule: Schedule,
+    measured: Measured,
+    side: Side,
+    requests: Sequence[Request],
+    limits: Limits | None,
+    keep_text: bool,
 ) -> dict[str, Any]:
     closed = isinstance(schedule, ClosedLoop)
     return {
@@ -156,7 +163,7 @@ def _run(
         "offered_per_s": None if closed else _offered(measured.run.records),
         "interrupted": measured.run.interrupted,
         "figures": asdict(figures([measured.run], measured.observed, side.unloaded, limits)),
-        "requests": [_request(record, keep_text) for record in measured.run.records],
+        "requests": [_request(record, requests[record.index].source, keep_text) for record in measured.run.records],
     }
 
 
@@ -166,13 +173,14 @@ def _offered(records: Sequence[Record]) -> float | None:
     return len(records) / last_s if last_s else None
 
 
-def _request(record: Record, keep_text: bool) -> dict[str, Any]:
+def _request(record: Record, source: str | None, keep_text: bool) -> dict[str, Any]:
     fields = asdict(record)
     fields["arrivals"] = [[_microseconds(arrival.at_s), arrival.tokens] for arrival in record.arrivals]
     for name in ("due_s", "sent_s", "ended_s"):
         fields[name] = _microseconds(fields[name])
     for attempt in fields["attempts"]:
         attempt["begun_s"] = _microseconds(attempt["begun_s"])
+    fields["source"] = source
     text = fields.pop("text")
     return fields | ({"text": text} if keep_text else {"text_sha256": hashlib.sha256(text.encode()).hexdigest()})
 

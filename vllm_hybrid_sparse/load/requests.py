@@ -17,6 +17,7 @@ class Request:
     ignore_eos   go on to `max_tokens` whatever the model says (vLLM's field; other servers may refuse it)
     arrival_s    when it arrived in the recorded run, seconds from its start, >= 0; None if that is not known
     group        requests of one group begin with the same text, so that a server's prefix cache hits; None: of no group
+    source       what made it, for the report: prose, documents, a task's name; None: not known
     """
 
     prompt: Prompt
@@ -24,6 +25,7 @@ class Request:
     ignore_eos: bool = False
     arrival_s: float | None = None
     group: str | None = None
+    source: str | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -9,6 +9,7 @@ max_tokens          at least 1
 ignore_eos          optional, default false
 arrival_s           optional, seconds from the start of the recording, ascending
 group               optional: requests of one group begin with the same text
+source              optional: what made the request, by which the report counts it
 
 Blank lines are skipped; any other key is an error.
 """
@@ -22,7 +23,7 @@ from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.load.requests import Prompt, Request
 from vllm_hybrid_sparse.predictor.whole_file import whole_file
 
-_KEYS = ("prompt", "messages", "max_tokens", "ignore_eos", "arrival_s", "group")
+_KEYS = ("prompt", "messages", "max_tokens", "ignore_eos", "arrival_s", "group", "source")
 
 
 def read_text(option: str, path: Path) -> str:
@@ -75,6 +76,8 @@ def _fields(request: Request) -> dict[str, Any]:
         fields["arrival_s"] = request.arrival_s
     if request.group is not None:
         fields["group"] = request.group
+    if request.source is not None:
+        fields["source"] = request.source
     return fields
 
 
@@ -92,13 +95,15 @@ def _request(line: object) -> Request:
     arrival_s = line.get("arrival_s")
     if arrival_s is not None and (not isinstance(arrival_s, int | float) or isinstance(arrival_s, bool)):
         raise ConfigError(f"arrival_s={arrival_s}: must be a number of seconds")
-    ignore_eos, group = line.get("ignore_eos", False), line.get("group")
+    ignore_eos = line.get("ignore_eos", False)
     if not isinstance(ignore_eos, bool):
         raise ConfigError(f"ignore_eos={ignore_eos}: must be true or false")
-    if group is not None and not isinstance(group, str):
-        raise ConfigError(f"group={group}: must be a text")
+    names = {key: line.get(key) for key in ("group", "source")}
+    for key, name in names.items():
+        if name is not None and not isinstance(name, str):
+            raise ConfigError(f"{key}={name}: must be a text")
     prompt = _messages(line["messages"]) if "messages" in line else _prompt(line["prompt"])
-    return Request(prompt=prompt, max_tokens=max_tokens, ignore_eos=ignore_eos, arrival_s=arrival_s, group=group)
+    return Request(prompt=prompt, max_tokens=max_tokens, ignore_eos=ignore_eos, arrival_s=arrival_s, **names)
 
 
 def _prompt(prompt: object) -> Prompt:

@@ -66,21 +66,23 @@ def _cached_bytes(path: Path) -> int:
         return 0
 
 
-def host_store_bytes(asked: int | None, available: int, ranks: int) -> int:
+def host_store_bytes(asked: int | None, available: int, ranks: int, left_bytes: int = LEFT_BYTES) -> int:
     """Bytes of one worker's host store.
 
     asked       vLLM's --kv-cache-memory-bytes, which is for each worker; None: an equal part of SHARE
     available   bytes, before any worker of this machine has taken its own
     ranks       workers on this machine
+    left_bytes  of what is available, bytes that must stay if the size is given
     raises      ConfigError if the machine does not have that much
     """
     if asked is None:
         return int(SHARE * available) // ranks
-    if ranks * asked > available - LEFT_BYTES:
+    if ranks * asked > available - left_bytes:
+        stays = f", of which {left_bytes / _GIB:.0f} GiB must stay" if left_bytes else ""
         raise ConfigError(
             f"kv_cache_memory_bytes={asked}: with attention backend hybrid_sparse this is host memory, and must be at "
-            f"most {max(0, available - LEFT_BYTES) // ranks} for each of {ranks} workers: {available / _GIB:.1f} GiB "
-            f"are available, of which {LEFT_BYTES / _GIB:.0f} GiB must stay"
+            f"most {max(0, available - left_bytes) // ranks} for each of {ranks} workers: {available / _GIB:.1f} GiB "
+            f"are available{stays}"
         )
     return asked
 

@@ -268,7 +268,8 @@ def _block_budgets(
             read_meets = kept.meets(kept.deviation[:, :, None] + read_deviation, kept.weight[..., None] + read_weight)
         else:
             in_order = estimates[index].gather(-1, order)
-            unread = (in_order.sum(dim=-1, keepdim=True) - in_order.cumsum(dim=-1)).clamp(min=0)
+            behind = in_order.flip(-1).cumsum(dim=-1).flip(-1)  # not all less what is read: that may be mostly rounding
+            unread = pad(behind[..., 1:], (0, 1))
             read_meets = kept.meets_with_unread(read_deviation, read_weight, unread, attributed)
         read_meets[..., -1] = True  # everything is full attention itself, whatever the rounding
         meets = torch.cat((kept.meets(kept.deviation, kept.weight)[..., None], read_meets), dim=-1)

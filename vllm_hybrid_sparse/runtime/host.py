@@ -58,6 +58,8 @@ class HostRuntime:
         if helpers == "auto":
             has_team = settings.device != "cuda" and _native.openmp_is_loaded() and threads <= torch.get_num_threads()
             helpers = "openmp" if has_team else "own"
+        elif helpers == "openmp" and not _native.openmp_is_loaded():
+            raise ConfigError("hybrid_sparse.thread_pool='openmp': GNU OpenMP is not loaded: must be auto or own")
         self.pool = make_thread_pool(threads, helpers=helpers, cpus=helper_cpus(threads))
         # Blocks of the current step's requests that a KV connector may have written. The worker sets it, and each layer
         # summarises them before it attends.

@@ -47,10 +47,10 @@ def ranking_bytes(q_heads: int, kv_heads: int) -> int:
     """Device memory that ranked rows take while they are computed, however many there are; counted, not measured.
 
     For each row and page, including the room that `room_for` adds: scores of all heads, their best, an order with what
-    sorting it takes, and two lists. All of it twice, because captured launches have their own memory.
+    sorting it takes, two lists, and a mark. All of it twice, because captured launches have their own memory.
     """
     pages = ROW_PAGES_AT_ONCE * 9 // 8
-    return 2 * pages * (q_heads * 4 + kv_heads * (4 + 3 * 12 + 2 * 12))
+    return 2 * pages * (q_heads * 4 + kv_heads * (4 + 3 * 12 + 2 * 12 + 1))
 
 
 class PageCodes(NamedTuple):

@@ -20,6 +20,7 @@ from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.memory.page_keys import block_page_numbers
+from vllm_hybrid_sparse.memory.pinned import available_bytes
 from vllm_hybrid_sparse.memory.queues import open_queue
 from vllm_hybrid_sparse.memory.transfers import Loader
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
@@ -90,6 +91,8 @@ class DeviceTier:
             unified=settings.device_pool == "unified",
         )
         least = check_pool_pages(settings, shape.capacity_pages, shape.layers)
+        if device is None:
+            _check_pool_memory(shape.capacity_pages, attention.layout.page_bytes)
         self.pool, self.device = open_device(shape, device)
         self.loader = Loader(self.pool)
         self.side = DeviceSide(self.loader, self.device)
@@ -383,6 +386,16 @@ def check_pool_pages(settings: HybridSparseConfig, pages: int, layers: int) -> i
             f"KV head{of_layers}"
         )
     return least
+
+
+def _check_pool_memory(pages: int, page_bytes: int) -> None:
+    """ConfigError if the slots of an emulated device take more than the host memory that there is."""
+    available = available_bytes()
+    if pages * page_bytes > available:
+        raise ConfigError(
+            f"hybrid_sparse.device_pool_pages={pages}: must be at most {available // page_bytes}, pages of "
+            f"{page_bytes} bytes in the {available / 2**30:.1f} GiB of host memory that are available"
+        )
 
 
 def group_pages(settings: HybridSparseConfig) -> int:

@@ -76,6 +76,17 @@ def test_what_was_read_stands_for_the_unread(share: float, device: torch.device)
     assert_close(output.cpu(), reference.merge_states(retained_out, retained_lse, read_out, read_lse)[0])
 
 
+@pytest.mark.parametrize("below", [80.0, 110.0, 500.0])
+def test_what_was_read_stands_for_the_unread_however_little_it_weighs(below: float, device: torch.device) -> None:
+    ones, lse = torch.ones(1, 4, 16, device=device), torch.zeros(1, 4, device=device)
+    output = torch.full((1, 4, 16), torch.nan, device=device)
+    merge_with_unread((ones, lse), (3 * ones, lse - below), lse + 1.1, 0.5, output)
+    expected = reference.merge_with_unread(
+        *(part.cpu().double() for part in (ones, lse, 3 * ones, lse - below, lse + 1.1)), 0.5
+    )
+    assert_close(output.cpu(), expected)
+
+
 def test_where_no_candidate_was_read_the_unread_count_for_nothing(device: torch.device) -> None:
     retained = torch.randn(1, 4, 16, device=device), torch.randn(1, 4, device=device)
     nothing = torch.full((1, 4, 16), torch.nan, device=device), torch.full((1, 4), -torch.inf, device=device)

@@ -6,7 +6,9 @@ _MOST_LOG_RATIO = 60.0
 """Log ratio of two weights above which it no longer matters how much larger one is."""
 
 _LEAST_SHARE = 1e-5
-"""Share of the candidates in what was read below which the difference of the two states is only rounding."""
+"""Share of the candidates in what was read below which the difference of the two states is only rounding,"""
+_LEAST_SHARE_OF_LOG = 2e-6
+"""the same for each unit of a log-sum-exp, which is rounded where it is large: float32 keeps 6e-8 of it."""
 
 
 def attribute_unread(
@@ -25,7 +27,7 @@ def attribute_unread(
                                           finite even where nothing was read
     lse, retained_lse   [...]             natural log, -inf where nothing was read
     log_unread          [...]             natural log; a row stays as it is if this is -inf, or if no candidate was read
-                                          (less than 1e-5 of the weight)
+                                          (less than 1e-5 of the weight, or than 2e-6 |lse|)
     share               0 to 1
     returns             [..., head_dim]   of the dtype of `out`
     """
@@ -33,6 +35,7 @@ def attribute_unread(
     of_candidates = 1.0 - of_retained
     unread = (log_unread - lse).clamp(max=_MOST_LOG_RATIO).exp().nan_to_num(nan=0.0)  # u / (r + m)
     given = share * unread / (1.0 + (1.0 - share) * unread)
-    given = given.masked_fill(of_candidates < _LEAST_SHARE, 0.0)[..., None]
-    candidates = (out - of_retained[..., None] * retained_out) / of_candidates.clamp(min=_LEAST_SHARE)[..., None]
+    least = (_LEAST_SHARE_OF_LOG * lse.abs()).clamp(min=_LEAST_SHARE).nan_to_num()
+    given = given.masked_fill(of_candidates < least, 0.0)[..., None]
+    candidates = (out - of_retained[..., None] * retained_out) / of_candidates.maximum(least)[..., None]
     return (out + given * candidates) / (1.0 + given)

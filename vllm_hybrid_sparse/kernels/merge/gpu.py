@@ -236,7 +236,7 @@ def _merge_with_unread_kernel(
     part = tl.load(retained_out + state * head_dim + dims, mask=is_dim, other=0.0)
     part = tl.where(of_retained > 0.0, part, 0.0)
     candidates = tl.load(read_out + state * head_dim + dims, mask=is_dim, other=0.0)
-    candidates = tl.where(of_read > 0.0, candidates, 0.0)
+    candidates = tl.where(log_read > float("-inf"), candidates, 0.0)
     total = of_retained + of_read
     acc = of_retained * part + of_read * candidates
     merged = acc / tl.where(total > 0.0, total, 1.0)

@@ -54,6 +54,8 @@ def plan_reading(pages: RankedPages, retained_lse: Tensor, *, threshold: float, 
         heads = block_group(group, least=1)
         tile = score_tile(heads)
         step = microbatch_pages if threshold < 1 else min(_STEP_WITHOUT_THRESHOLD, tile // 2)
+        lists_all = pages.order.shape[2] == most
+        marks = torch.empty(0 if lists_all else rows * kv_heads * most, dtype=torch.uint8, device=device)
         _plan_kernel[(rows, kv_heads)](
             pages.scores,
             pages.order,
@@ -63,6 +65,7 @@ def plan_reading(pages: RankedPages, retained_lse: Tensor, *, threshold: float, 
             plan.counts,
             plan.log_unread,
             plan.kept,
+            marks,
             most,
             pages.order.shape[2],
             step,
@@ -218,7 +221,7 @@ def _taken(scores, states, is_head, pages, is_page, base, most):
 
 @triton.jit
 def _little_left(unread, is_head):
-    """Whether some head has too little left to tell by subtracting: rounding is up to a thousandth of it then."""
+    """Whether some head has too little left to tell by subtracting: of logarithms below 64, 5e-4 of it is rounding."""
     return tl.min(tl.where(is_head, unread, 1.0), axis=0) < 1 / 128
 
 
@@ -235,13 +238,20 @@ def _sum_listed(scores, order, states, is_head, begin, end, most, tile: tl.const
 
 
 @triton.jit
-def _add_unlisted(scores, order, states, is_head, listed, num, most, peak, total, tile: tl.constexpr):
-    """Add the candidates that are not found among the `listed` pages of an order."""
+def _add_unlisted(scores, order, marks, states, is_head, listed, num, most, peak, total, tile: tl.constexpr):
+    """Add the candidates that are not among the `listed` pages of an order; `marks` [num] is overwritten."""
     for start in range(0, num, tile):
         page = start + tl.arange(0, tile)
-        unlisted = page < num
-        for place in range(listed):
-            unlisted = unlisted & (page != tl.load(order + place))
+        tl.store(marks + page, 0, mask=page < num)
+    tl.debug_barrier()  # what one thread stores here another one loads below
+    for start in range(0, listed, tile):
+        some = start + tl.arange(0, tile)
+        page = tl.load(order + some, mask=some < listed, other=0)
+        tl.store(marks + page, 1, mask=some < listed)
+    tl.debug_barrier()
+    for start in range(0, num, tile):
+        page = start + tl.arange(0, tile)
+        unlisted = tl.load(marks + page, mask=page < num, other=1) == 0
         peak, total = _add_weights(scores, states, is_head, page, unlisted, most, peak, total)
     return peak, total
 
@@ -310,6 +320,7 @@ def _plan_kernel(
     counts,
     log_unread,
     kept,
+    marks,
     most,
     listed,
     step,
@@ -354,8 +365,9 @@ def _plan_kernel(
             of_unit = order + unit * listed
             peak, total = _sum_listed(scores, of_unit, states, is_head, count, ordered, most, tile // 4)
             if ordered < num:
+                of_marks = marks + unit * most
                 peak, total = _add_unlisted(
-                    scores, of_unit, states, is_head, ordered, num, most, peak, total, tile // 4
+                    scores, of_unit, of_marks, states, is_head, ordered, num, most, peak, total, tile // 4
                 )
             log_rest = _log_sum(peak, total)
             has_weight = total > 0.0

@@ -6,9 +6,9 @@ few of them with a birthplace, and towns with the wrong rivers.
 
 import random
 
-from benchmarks.accuracy.ruler.haystacks import Filler
-from benchmarks.accuracy.ruler.question import Question
-from benchmarks.accuracy.ruler.words import NOUNS, RIVERS, TOWNS, TRADES, person
+from vllm_hybrid_sparse.load.ruler.haystacks import Filler
+from vllm_hybrid_sparse.load.ruler.question import Question
+from vllm_hybrid_sparse.load.ruler.words import NOUNS, PERSONS, RIVERS, TOWNS, TRADES, person
 
 _INSTRUCTION = "Answer the question from the following documents."
 _RIVALS = 3  # other persons whose birthplace is told, and other towns whose river is
@@ -46,6 +46,9 @@ def build_two_hops(rng: random.Random, filler: Filler, units: int, depth: float)
 
 
 def _people(rng: random.Random, count: int) -> list[str]:
+    """As many different persons; ValueError if there are not that many."""
+    if count > PERSONS:
+        raise ValueError(f"count={count}: there are {PERSONS} persons")
     people: dict[str, None] = {}
     while len(people) < count:
         people[person(rng)] = None

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from benchmarks.accuracy.ruler import TASKS, Question, fit_question
-from benchmarks.accuracy.ruler.tasks import depth_of
 from vllm_hybrid_sparse.cli.prose import prose
+from vllm_hybrid_sparse.load.ruler import TASKS, Question, fit_question
+from vllm_hybrid_sparse.load.ruler.tasks import depth_of
 
 RULER_TASKS = {
     *(f"niah_single_{number}" for number in (1, 2, 3)),

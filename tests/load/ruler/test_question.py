@@ -1,6 +1,6 @@
 """Scores of answers by hand."""
 
-from benchmarks.accuracy.ruler.question import all_references, any_reference
+from vllm_hybrid_sparse.load.ruler.question import all_references, any_reference
 
 
 def test_all_references_counts_those_named() -> None:

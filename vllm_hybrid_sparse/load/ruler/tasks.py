@@ -4,12 +4,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.accuracy.ruler.facts import build_one_hop, build_two_hops
-from benchmarks.accuracy.ruler.haystacks import Filler
-from benchmarks.accuracy.ruler.needles import NeedleTask
-from benchmarks.accuracy.ruler.question import Question, all_references, any_reference
-from benchmarks.accuracy.ruler.tracing import build_tracing
-from benchmarks.accuracy.ruler.word_counts import build_common_words, build_frequent_words
+from vllm_hybrid_sparse.load.ruler.facts import build_one_hop, build_two_hops
+from vllm_hybrid_sparse.load.ruler.haystacks import Filler
+from vllm_hybrid_sparse.load.ruler.needles import NeedleTask
+from vllm_hybrid_sparse.load.ruler.question import Question, all_references, any_reference
+from vllm_hybrid_sparse.load.ruler.tracing import build_tracing
+from vllm_hybrid_sparse.load.ruler.word_counts import build_common_words, build_frequent_words
 
 _GOLDEN = 0.6180339887  # multiples of it, modulo 1, cover 0 to 1 evenly however many there are
 
@@ -51,13 +51,12 @@ def fit_question(
     """The longest question of at most `tokens` tokens with its answer's room; the same for the same arguments.
 
     count_tokens   tokens of the whole prompt that is made from a question
-    raises         ValueError if not even the shortest fits
+    raises         ValueError if not even the shortest fits, or if the task has too few words for one so long
     """
     limit = tokens - TASKS[task].new_tokens
 
     def build(units: int) -> Question:
-        rng = random.Random(f"{seed} {task} {tokens} {sample}")
-        return TASKS[task].build(rng, filler, units, depth_of(sample))
+        return _question(task, units, sample, f"{seed} {task} {tokens} {sample}", filler)
 
     fits, too_many = 1, 2
     if count_tokens(build(fits)) > limit:
@@ -71,3 +70,13 @@ def fit_question(
         else:
             too_many = middle
     return build(fits)
+
+
+def shortest_question(task: str, sample: int, *, filler: Filler, seed: int = 0) -> Question:
+    """Return a question with as little context as the task can have; the same for the same arguments."""
+    return _question(task, 1, sample, f"{seed} {task} shortest {sample}", filler)
+
+
+def _question(task: str, units: int, sample: int, seed: str, filler: Filler) -> Question:
+    rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
+    return TASKS[task].build(rng, filler, units, depth_of(sample))

@@ -2,8 +2,8 @@
 
 import random
 
-from benchmarks.accuracy.ruler.haystacks import Filler, hide, noise
-from benchmarks.accuracy.ruler.question import Question
+from vllm_hybrid_sparse.load.ruler.haystacks import Filler, hide, noise
+from vllm_hybrid_sparse.load.ruler.question import Question
 
 HOPS = 4  # RULER's
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -2,9 +2,9 @@
 
 import random
 
-from benchmarks.accuracy.ruler.haystacks import Filler
-from benchmarks.accuracy.ruler.question import Question
-from benchmarks.accuracy.ruler.words import NOUNS, made_up_words
+from vllm_hybrid_sparse.load.ruler.haystacks import Filler
+from vllm_hybrid_sparse.load.ruler.question import Question
+from vllm_hybrid_sparse.load.ruler.words import NOUNS, made_up_words
 
 COMMON_WORDS = 10  # asked for of the list
 FREQUENT_WORDS = 3  # asked for of the text

@@ -58,6 +58,7 @@ RIVERS = _listed(
     "Amazon Avon Congo Danube Douro Ebro Ganges Jordan Loire Mersey Moselle Nile Oder Orinoco Plata Rhine Rhone "
     "Seine Severn Tagus Thames Tiber Tyne Volga Yukon Zambezi"
 )
+PERSONS = len(_FIRST_NAMES) * len(_SURNAMES)  # that `person` can return
 _ONSETS = ("b", "br", "d", "dr", "f", "g", "gl", "h", "k", "l", "m", "n", "p", "pl", "r", "s", "st", "t", "tr", "v")
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ou")
 _CODAS = ("", "l", "m", "n", "r", "s", "th", "nd", "rk", "lt")
@@ -80,7 +81,7 @@ def made_up_words(rng: random.Random, count: int, syllables: int = 2) -> list[st
 
 
 def person(rng: random.Random) -> str:
-    """A first name and a surname; there are some four thousand."""
+    """Return a first name and a surname, one of `PERSONS`."""
     return f"{rng.choice(_FIRST_NAMES)} {rng.choice(_SURNAMES)}"
 
 

@@ -4,9 +4,9 @@ import random
 import uuid
 from dataclasses import dataclass
 
-from benchmarks.accuracy.ruler.haystacks import Filler, hide, noise
-from benchmarks.accuracy.ruler.question import Question
-from benchmarks.accuracy.ruler.words import described_things
+from vllm_hybrid_sparse.load.ruler.haystacks import Filler, hide, noise
+from vllm_hybrid_sparse.load.ruler.question import Question
+from vllm_hybrid_sparse.load.ruler.words import described_things
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
