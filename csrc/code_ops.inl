@@ -254,7 +254,7 @@ template <int Bits, int Rows, int Pages>
 }
 
 // Rows against the codes of `Pages` pages, first half: sums[r * row_stride + p] is the sum over the page's tokens of
-// 2^(score - the mean's score - kAboveMean), means[r * kScoreChunkPages + p] the product with the mean's levels, steps[p] their unit.
+// 2^(score - mean's score - kAboveMean), means[r * kScoreChunkPages + p] the product with the mean's levels, steps[p] their unit.
 // `finish_codes` takes the logarithms later, so that no tile waits for them.
 template <int Bits, int Rows, int Pages, int HeadDim>
 static inline void code_tile(const CodeTileArgs& args, const void* const* rows, const char* summaries, const SummariesAhead& ahead,

@@ -244,7 +244,7 @@ class Engine {
     int microbatches;               // progressive: verified so far
     float kept;
     std::vector<float> lse_min;     // [group]
-    std::vector<float> estimated_lse;  // [group] of candidates unread when last weighed: first all are; with an anchor, those left out
+    std::vector<float> estimated_lse;  // [group] of candidates unread when last weighed: first all; with an anchor, those left out
     std::vector<double> unread;        // [group] share of that estimate that `order` leaves out; empty: unknown
     std::vector<float> unread_after;   // [microbatches][group] log weight still left out after each microbatch
     int expected;                      // pages of `order`, in whole microbatches, that the estimates call enough; 0: unknown

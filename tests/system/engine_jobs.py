@@ -28,6 +28,22 @@ def alone(max_model_tokens: int) -> dict[str, Any]:
     return {"max_num_batched_tokens": max_model_tokens, "max_num_seqs": 1, "enable_prefix_caching": False}
 
 
+def jobs_beside_stock(
+    family: str, shared: dict[str, Any], settings: dict[str, dict[str, Any]], task: dict[str, Any], **ours: Any
+) -> list[dict[str, Any]]:
+    """Jobs of one task: "FAMILY stock" one request at a time, and ours in a crowd, "FAMILY NAME" for each of `settings`.
+
+    shared   engine arguments of all, with the model and max_model_len
+    ours     further ones of our engines
+    """
+    jobs = [{"name": f"{family} stock", "engine_args": shared | alone(shared["max_model_len"]), **task}]
+    ours = {"attention_backend": "hybrid_sparse", "block_size": 16, **ours}
+    for name, chosen in settings.items():
+        engine_args = shared | CROWD | ours | {"additional_config": {"hybrid_sparse": chosen}}
+        jobs.append({"name": f"{family} {name}", "engine_args": engine_args, **task})
+    return jobs
+
+
 def run_jobs(
     jobs: Sequence[dict[str, Any]], log_path: Path, timeout_s: float = MANY_ENGINES_S, threads: int | None = None
 ) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.system.completions import margins_where_parted
-from tests.system.engine_jobs import CROWD, alone, answers_of, run_jobs
+from tests.system.engine_jobs import answers_of, jobs_beside_stock, run_jobs
 from tests.system.prompts import shared_byte_prompts
 from tests.system.tiny_models import make_tiny_model
 
@@ -45,7 +45,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     """Stock vLLM, one request at a time, and ours in a crowd, in chunks, from the prefix cache, short of memory."""
     folder = tmp_path_factory.mktemp("mixed")
     task = {"prompts": shared_byte_prompts(), "max_tokens": ANSWER_TOKENS, "margins": True}
-    jobs = []
+    jobs: list[dict[str, Any]] = []
     for family, served in FAMILIES.items():
         shared: dict[str, Any] = {
             "model": str(make_tiny_model(family, folder)),
@@ -54,11 +54,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             "max_model_len": 1536,
             "kv_cache_memory_bytes": 64 << 20,
         }
-        ours = {"attention_backend": "hybrid_sparse", "block_size": 16, "kv_cache_memory_bytes": served.kv_cache_bytes}
-        jobs.append({"name": f"{family} stock", "engine_args": shared | alone(1536), **task})
-        for name, settings in (SETTINGS | {"few": FEW}).items():
-            engine_args = shared | CROWD | ours | {"additional_config": {"hybrid_sparse": settings}}
-            jobs.append({"name": f"{family} {name}", "engine_args": engine_args, **task})
+        settings = SETTINGS | {"few": FEW}
+        jobs += jobs_beside_stock(family, shared, settings, task, kv_cache_memory_bytes=served.kv_cache_bytes)
     return run_jobs(jobs, folder / "engines.log")
 
 

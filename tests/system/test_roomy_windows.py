@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.system.completions import differences
-from tests.system.engine_jobs import CROWD, alone, answers_of, run_jobs
+from tests.system.engine_jobs import answers_of, jobs_beside_stock, run_jobs
 from tests.system.tiny_models import make_tiny_model
 
 FAMILIES = {"mistral-sliding": 200, "gemma3": 150}  # with the window's tokens; Gemma 3 has it in two of three layers
@@ -34,7 +34,7 @@ def _prompts(window: int) -> list[list[int]]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Stock vLLM, one request at a time, and ours in a crowd, from the prefix cache."""
     folder = tmp_path_factory.mktemp("roomy")
-    jobs = []
+    jobs: list[dict[str, Any]] = []
     for family, window in FAMILIES.items():
         task = {"prompts": _prompts(window), "max_tokens": ANSWER_TOKENS, "margins": True}
         shared: dict[str, Any] = {
@@ -44,11 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             "max_model_len": window,
             "kv_cache_memory_bytes": 64 << 20,
         }
-        ours = {"attention_backend": "hybrid_sparse", "block_size": 16}
-        jobs.append({"name": f"{family} stock", "engine_args": shared | alone(window), **task})
-        for name, settings in (EVERYTHING | {"few": FEW}).items():
-            engine_args = shared | CROWD | ours | {"additional_config": {"hybrid_sparse": settings}}
-            jobs.append({"name": f"{family} {name}", "engine_args": engine_args, **task})
+        jobs += jobs_beside_stock(family, shared, EVERYTHING | {"few": FEW}, task)
     return run_jobs(jobs, folder / "engines.log")
 
 

@@ -6,9 +6,10 @@ _MOST_LOG_RATIO = 60.0
 """Log ratio of two weights above which it no longer matters how much larger one is."""
 
 _LEAST_SHARE = 1e-5
-"""Share of the candidates in what was read below which the difference of the two states is only rounding,"""
+"""Share of the candidates in what was read below which the difference of the two states is only rounding."""
+
 _LEAST_SHARE_OF_LOG = 2e-6
-"""the same for each unit of a log-sum-exp, which is rounded where it is large: float32 keeps 6e-8 of it."""
+"""The same for each unit of the log-sum-exp, of which float32 keeps all but 6e-8: large ones hide more."""
 
 
 def attribute_unread(
