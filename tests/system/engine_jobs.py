@@ -31,7 +31,7 @@ def alone(max_model_tokens: int) -> dict[str, Any]:
 def jobs_beside_stock(
     family: str, shared: dict[str, Any], settings: dict[str, dict[str, Any]], task: dict[str, Any], **ours: Any
 ) -> list[dict[str, Any]]:
-    """Jobs of one task: "FAMILY stock" one request at a time, and ours in a crowd, "FAMILY NAME" for each of `settings`.
+    """Jobs of one task: "FAMILY stock" one request at a time; "FAMILY NAME", ours in a crowd, for each of `settings`.
 
     shared   engine arguments of all, with the model and max_model_len
     ours     further ones of our engines
