@@ -4,8 +4,9 @@
 #
 #   deploy/supervise.sh vllm serve MODEL --attention-backend hybrid_sparse …
 #
-# On SIGTERM or SIGINT the server gets SIGTERM and is not restarted; its status is this script's. The pause before a
-# restart is 1 s, and doubles up to LONGEST_PAUSE_S (300) for a server that ends within SETTLED_S (60) seconds each time.
+# On SIGTERM, SIGINT or SIGHUP the server gets SIGTERM and is not restarted; its status is this script's. A terminal that
+# closes sends SIGHUP: write `nohup` in front of this script to let it go on. The pause before a restart is 1 s, and
+# doubles up to LONGEST_PAUSE_S (300) for a server that ends within SETTLED_S (60) seconds each time.
 set -u
 
 (($#)) || { echo "supervise: needs the server's command line" >&2; exit 2; }
@@ -14,7 +15,7 @@ readonly SETTLED_S=${SETTLED_S:-60} LONGEST_PAUSE_S=${LONGEST_PAUSE_S:-300}
 child= told=
 
 stop() { told=yes; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null; }
-trap stop TERM INT
+trap stop TERM INT HUP
 
 start() { # a signal that comes before the pid is known is passed on afterwards
   "$@" &

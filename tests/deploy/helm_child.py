@@ -1,6 +1,6 @@
 """Runs Helm's library in a separate process, so that Go's runtime has that process to itself.
 
-python -m tests.deploy.helm_child render|lint|merge|refusal CHART < VALUES.json
+python -m tests.deploy.helm_child render|lint|merge|refusal CHART RELEASE < VALUES.json
 """
 
 import json
@@ -10,8 +10,8 @@ import helm_python
 
 
 def main() -> None:
-    """Print the library's answer as JSON. `refusal` prints the error's text, empty if the values are legal."""
-    action, chart = sys.argv[1:]
+    """Print the library's answer as JSON. `refusal` prints the error's text, empty if the chart renders."""
+    action, chart, release = sys.argv[1:]
     values = json.load(sys.stdin)
     if action == "lint":
         answer = helm_python.lint(chart, values)
@@ -19,12 +19,12 @@ def main() -> None:
         answer = helm_python.Chart.load(chart).merge_values(values)
     elif action == "refusal":
         try:
-            helm_python.Chart.load(chart).validate_schema(values)
+            helm_python.Chart.load(chart).render(values, name=release)
             answer = ""
         except helm_python.HelmError as error:
             answer = str(error)
     else:
-        answer = helm_python.Chart.load(chart).render(values, name="chat")
+        answer = helm_python.Chart.load(chart).render(values, name=release)
     json.dump(answer, sys.stdout)
 
 

@@ -1,23 +1,20 @@
 """The Helm chart: linted and rendered by Helm's own library, every object checked by Kubernetes's schemas."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Mapping
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from tests.deploy.chart import CLAIM, KUBERNETES, container, helm, pod, render, variables
 from tests.deploy.files import CHART, ROOT, load_yaml, refuse_unknown_options
 from vllm_hybrid_sparse.config import HybridSparseConfig
 
 if find_spec("helm_python") is None:
     pytest.skip("helm-python-sdk is not installed", allow_module_level=True)
 
-KUBERNETES = "1.31.0"
 EVERYTHING = {
     "replicas": 3,
     "model": {"path": "/model", "claim": "models", "servedName": "llama 8b"},
@@ -34,32 +31,6 @@ EVERYTHING = {
     "affinity": {"podAntiAffinity": {}},
     "podAnnotations": {"team": "a"},
 }
-
-
-def helm(action: str, values: Mapping[str, Any]) -> Any:
-    """What Helm's library answers; see helm_child."""
-    command = [sys.executable, "-m", "tests.deploy.helm_child", action, str(CHART)]
-    done = subprocess.run(
-        command, input=json.dumps(values), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def render(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The chart's objects by kind."""
-    texts = [text for name, text in helm("render", values).items() if "NOTES" not in name]
-    objects = [found for text in texts for found in yaml.safe_load_all(text) if found]
-    return {found["kind"]: found for found in objects}
-
-
-def pod(objects: Mapping[str, Any]) -> Any:
-    return objects["Deployment"]["spec"]["template"]["spec"]
-
-
-def container(objects: Mapping[str, Any]) -> Any:
-    (only,) = pod(objects)["containers"]
-    return only
 
 
 def test_helm_has_no_objection() -> None:
@@ -88,8 +59,16 @@ def test_a_schema_error_would_be_seen() -> None:
 
 def test_a_pod_is_replaced_without_a_second_one_beside_it() -> None:
     assert render({})["Deployment"]["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
-    recreate = render({"strategy": {"type": "Recreate", "rollingUpdate": None}})
-    assert recreate["Deployment"]["spec"]["strategy"] == {"type": "Recreate"}
+    recreate = {"type": "Recreate"}  # `--set strategy.type=Recreate`; the chart's rollingUpdate stays beside it
+    for strategy in (recreate, recreate | {"rollingUpdate": None}):
+        assert render({"strategy": strategy})["Deployment"]["spec"]["strategy"] == recreate
+
+
+@pytest.mark.parametrize(("surge", "unavailable"), [(1, 0), ("25%", 0), (0, "10%")])
+def test_how_a_pod_is_replaced_can_be_chosen(surge: int | str, unavailable: int | str) -> None:
+    chosen = {"maxSurge": surge, "maxUnavailable": unavailable}
+    strategy = render({"strategy": {"rollingUpdate": chosen}})["Deployment"]["spec"]["strategy"]
+    assert strategy == {"type": "RollingUpdate", "rollingUpdate": chosen}
 
 
 def test_memory_is_the_sum_of_its_parts_and_the_pod_is_guaranteed() -> None:
@@ -153,13 +132,82 @@ def test_prometheus_is_told_only_where_asked() -> None:
 
 
 def test_cores_are_reserved_only_where_vllm_chooses_them() -> None:
-    def variables(objects: Mapping[str, Any]) -> dict[str, str]:
-        return {entry["name"]: entry.get("value", "") for entry in container(objects)["env"]}
-
     assert variables(render({}))["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1"
     named = variables(render(EVERYTHING))
     assert named["VLLM_CPU_OMP_THREADS_BIND"] == "0-6"
     assert "VLLM_CPU_NUM_OF_RESERVED_CPU" not in named
+
+
+def test_a_pod_without_bound_memory_keeps_to_the_restricted_pod_security_level() -> None:
+    assert container(render({}))["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["SYS_NICE"]}
+    objects = render({"cpu": {"bindMemory": False}})
+    assert container(objects)["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert pod(objects)["securityContext"].items() >= {"runAsNonRoot": True, "runAsUser": 10001}.items()
+    assert pod(objects)["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert all({"emptyDir", "persistentVolumeClaim"} & set(volume) for volume in pod(objects)["volumes"])
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod(objects))
+    assert all("hostPort" not in port for port in container(objects)["ports"])
+
+
+@pytest.mark.parametrize(("startup_s", "period_s"), [(1800, 10), (60, 61), (100, 30), (60, 3600)])
+def test_a_start_has_its_time_whatever_the_period(startup_s: int, period_s: int) -> None:
+    probe = container(render({"probes": {"startupSeconds": startup_s, "periodSeconds": period_s}}))["startupProbe"]
+    assert probe["periodSeconds"] == period_s
+    last_probe_s = (probe["failureThreshold"] - 1) * period_s  # the first one comes at once
+    assert startup_s <= last_probe_s < startup_s + period_s
+
+
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [
+        ("chat", "chat"),
+        ("8b-model", "vllm-8b-model"),
+        ("8", "vllm-8"),
+        ("null", "null"),
+        ("chat.v2", "chat-v2"),
+        ("long-" * 10 + "con", "long-" * 9 + "long"),
+        ("8" * 53, "vllm-" + "8" * 45),
+    ],
+)
+def test_a_service_has_a_legal_name_whatever_the_release(release: str, name: str) -> None:
+    objects = render({}, release)
+    assert {found["metadata"]["name"] for found in objects.values()} == {name}
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name)  # a label of RFC 1035
+    assert objects["Service"]["spec"]["selector"]["app.kubernetes.io/instance"] == release
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "model.path=/model: a folder of the volume model.claim"),
+        ({"model": {"path": "/model/llama"}}, "model.path=/model/llama: "),
+        ({"strategy": {"rollingUpdate": {"maxUnavailable": 0}}}, "rollingUpdate.maxUnavailable=0: must be above 0"),
+        ({"strategy": {"rollingUpdate": {"maxUnavailable": "0%"}}}, "rollingUpdate.maxUnavailable=0%: must be above 0"),
+        ({"cpu": {"cores": 4, "reserved": 4}}, "cpu.reserved=4: must be below cpu.cores=4"),
+    ],
+    ids=json.dumps,
+)
+def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], said: str) -> None:
+    assert said in helm("refusal", values if said.startswith("model.") else {"model": CLAIM} | values)
+    assert helm("lint", values)["errors"] == []  # lint checks a chart, whose values are not complete yet
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model": {"path": "meta-llama/Llama-3.2-1B"}},
+        {"model": {"path": "/models/of-an-image"}},
+        {"model": CLAIM | {"path": "/model/llama"}},
+        {"model": CLAIM, "cpu": {"cores": 4, "reserved": 4, "threadsBind": "0-3"}},
+        {"model": CLAIM, "strategy": {"type": "Recreate", "rollingUpdate": {"maxUnavailable": 0}}},
+    ],
+    ids=json.dumps,
+)
+def test_values_that_go_together_are_not(values: dict[str, Any]) -> None:
+    assert helm("refusal", values) == ""
 
 
 @pytest.mark.parametrize(
@@ -169,20 +217,28 @@ def test_cores_are_reserved_only_where_vllm_chooses_them() -> None:
         {"memory": {"kvCacheGiB": 0}},
         {"memory": {"kvCacheGiB": "16Gi"}},
         {"cpu": {"cores": 0.5}},
+        {"cpu": {"cores": None}},
+        {"cpu": {"bindMemory": "no"}},
         {"setings": {"policy": "dense"}},
         {"service": {"type": "Headless"}},
+        {"strategy": {"type": "Replace"}},
+        {"strategy": {"rollingUpdate": {"maxSurge": "one"}}},
+        {"strategy": {"rollingUpdate": None}},
         {"extraArgs": "--max-model-len=4096"},
         {"maxModelLen": 0},
+        {"maxModelLen": None},
         {"maxModelLen": "automatic"},
     ],
     ids=json.dumps,
 )
 def test_a_bad_value_is_refused(values: dict[str, Any]) -> None:
-    assert next(iter(values)) in helm("refusal", values)
+    refusal = helm("refusal", {"model": CLAIM} | values)
+    assert "schema" in refusal
+    assert next(iter(values)) in refusal
 
 
 def test_the_values_of_the_chart_are_legal() -> None:
-    assert helm("refusal", {}) == helm("refusal", EVERYTHING) == ""
+    assert helm("refusal", {"model": CLAIM}) == helm("refusal", EVERYTHING) == ""
 
 
 def test_the_chart_is_of_this_version() -> None:

@@ -2,21 +2,45 @@
 
 import os
 import re
+from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
 from tests.deploy.files import COMPOSE, DEPLOY, load_yaml, refuse_unknown_options, run_tool, tool
 
-ENVIRONMENT = {"MODEL": "/models/tiny", "PATH": os.environ["PATH"]}
+ENVIRONMENT = {"MODEL": "/models/tiny"}
 
 
 def with_defaults(text: str) -> str:
     return re.sub(r"\$\{(\w+)(?::[-?]([^}]*))?\}", lambda found: ENVIRONMENT.get(found[1], found[2] or ""), text)
 
 
+def read_by_compose(**environment: str) -> Any:
+    compose = tool("docker-compose", "Debian's docker-compose")
+    env = {"PATH": os.environ["PATH"]} | environment
+    return yaml.safe_load(run_tool(compose, "-f", COMPOSE, "config", env=env))["services"]
+
+
 def test_compose_reads_it() -> None:
-    out = run_tool(tool("docker-compose", "Debian's docker-compose"), "-f", COMPOSE, "config", env=ENVIRONMENT)
-    assert set(yaml.safe_load(out)["services"]) == {"vllm", "prometheus", "grafana"}
+    assert set(read_by_compose(**ENVIRONMENT)) == {"vllm", "prometheus", "grafana"}
+
+
+def test_commands_that_start_nothing_need_no_variables() -> None:
+    """Every command reads the whole file first, so a variable that is required would stop `ps` and `down` too."""
+    assert ":?" not in re.sub(r"#.*", "", COMPOSE.read_text(encoding="utf-8"))
+    assert set(read_by_compose()) == {"vllm", "prometheus", "grafana"}
+
+
+def test_without_a_model_no_server_starts() -> None:
+    """Docker makes an empty folder for a source that is missing, unless that is impossible."""
+    (model,) = [mount for mount in load_yaml(COMPOSE)["services"]["vllm"]["volumes"] if "/model" in mount]
+    assert with_defaults(model) == "/models/tiny:/model:ro"
+    source = model.replace("${MODEL:-", "").partition("}")[0]
+    assert "MODEL" in source
+    with pytest.raises(NotADirectoryError):
+        Path(source).mkdir(parents=True)
 
 
 def test_what_it_mounts_is_there() -> None:

@@ -1,9 +1,12 @@
 """The dashboard: panels do not overlap, every query uses the variables, and it is provisioned where it is mounted."""
 
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
-from tests.deploy.files import COMPOSE, DASHBOARD, DEPLOY, load_dashboard, load_yaml
+import yaml
+
+from tests.deploy.files import COMPOSE, DASHBOARD, DEPLOY, load_dashboard, load_yaml, run_tool, tool
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 COLUMNS = 24
@@ -41,6 +44,27 @@ def test_every_query_uses_the_chosen_source_and_model() -> None:
             assert target["expr"].count("{") == target["expr"].count('{model_name=~"$model"'), target["expr"]
             assert "{" in target["expr"]
             assert target["expr"].count("rate(") == target["expr"].count("[$__rate_interval]")
+
+
+def test_prometheus_can_parse_every_query(tmp_path: Path) -> None:
+    queries = [target["expr"] for panel in panels() for target in panel.get("targets", [])]
+    rules = [
+        {"record": f"panel:query:{number}", "expr": query.replace("$__rate_interval", "5m").replace("$model", ".*")}
+        for number, query in enumerate(queries)
+    ]
+    file = tmp_path / "queries.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}), encoding="utf-8")
+    out = run_tool(tool("promtool", "Debian's prometheus"), "check", "rules", file)
+    assert f"{len(queries)} rules found" in out
+
+
+def test_no_axis_of_a_share_hides_what_is_small() -> None:
+    shares = [
+        panel for panel in panels() if panel.get("fieldConfig", {}).get("defaults", {}).get("unit") == "percentunit"
+    ]
+    assert "Attention kept, by estimate" in {panel["title"] for panel in shares}
+    for panel in shares:
+        assert panel["fieldConfig"]["defaults"].get("min", 0) <= 0, panel["title"]
 
 
 def test_variables_are_those_of_the_queries() -> None:

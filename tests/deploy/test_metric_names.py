@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.files import DEPLOY, RULES, load_dashboard, load_yaml
-from vllm_hybrid_sparse.glue.metric_families import COUNTERS, DEVICE_COUNTERS, GAUGES, LABELS, PREFIX, exposed_names
+from vllm_hybrid_sparse.glue.metric_families import (
+    COUNTERS,
+    DEVICE_COUNTERS,
+    FALLBACKS_TOTAL,
+    GAUGES,
+    LABELS,
+    PREFIX,
+    exposed_names,
+)
 
 _NAME = re.compile(r"\b(?:vllm:|vllm_hybrid_sparse_)[a-zA-Z_]+")
 _RECORDED = re.compile(r"\bmodel:vllm_hybrid_sparse_\w+:\w+")
@@ -70,7 +78,8 @@ def test_names_follow_prometheus() -> None:
         assert re.fullmatch(r"vllm_hybrid_sparse_[a-z_]+_total", family.name)
     for family in GAUGES:
         assert re.fullmatch(r"vllm_hybrid_sparse_[a-z_]+_bytes", family.name)
-    assert len(exposed_names()) == len(COUNTERS) + len(DEVICE_COUNTERS) + len(GAUGES) + 2
+    assert re.fullmatch(r"vllm_hybrid_sparse_[a-z_]+_total", FALLBACKS_TOTAL)
+    assert len(exposed_names()) == len(COUNTERS) + len(DEVICE_COUNTERS) + len(GAUGES) + 3
     assert LABELS == ("model_name", "engine")
 
 
