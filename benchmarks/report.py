@@ -1,8 +1,9 @@
 """How results are summed up, shown and kept."""
 
 import json
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,7 +15,7 @@ provenance()  # taken when the program begins, before the program itself loads t
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the 20th, 50th and 80th percentile and the number of values; NaN if there is none."""
+    """Return the 20th, 50th and 80th percentile and the number of values; NaN (`save`: null) if there is none."""
     if not values:
         return {"p20": float("nan"), "p50": float("nan"), "p80": float("nan"), "values": 0}
     if len(values) == 1:
@@ -36,9 +37,21 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def save(name: str, content: dict[str, object], path: Path | None = None) -> Path:
     """Write `content` with its provenance to a new JSON file in `benchmarks/results/` and return the path.
 
+    NaN and infinite numbers are written as null.
+
     path   what an earlier call of the same measurement returned: that file is rewritten
     """
     RESULTS.mkdir(exist_ok=True)
     path = path or RESULTS / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
-    path.write_text(json.dumps(provenance() | content, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(_finite(provenance() | content), indent=1, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
     return path
+
+
+def _finite(value: object) -> object:
+    """Return the value with null for every number that JSON does not have, rather than lose a measurement to one."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value

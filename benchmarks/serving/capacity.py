@@ -87,6 +87,7 @@ def measured_with(name: str, options: argparse.Namespace) -> Json:
     server = {
         "model": options.model.name,
         **{part: getattr(options, part) for part in ("dtype", "at_once", "documents", "document_tokens", "threads")},
+        "arrivals": "rescaled",  # an older report's came at another rate than the one that was tried
     }
     if name.endswith(_PREFILL):
         return server | {"trace_sha256": options.digests["prefill"]}

@@ -118,10 +118,16 @@ async def serve_alone(talk: Talk, prompts: Sequence[tuple[int, ...]], clock: Awa
 
 
 async def at_rest(talk: Talk, clock: AwakeClock, begun_s: float) -> Reading:
-    """Look at a server without load, once it has cleaned up what was broken off, or after `_REST_S`."""
+    """Look at a server without load, once it has cleaned up what was broken off, or after `_REST_S`.
+
+    RuntimeError if it does not show its metrics within that time.
+    """
     end_s = clock.awake_s + _REST_S
     while True:
-        counters = read_counters(await talk.exposition())
+        try:
+            counters = read_counters(await clock.within(_REST_S, talk.exposition()))
+        except TimeoutError as error:
+            raise RuntimeError(f"GET /metrics: {error}") from error
         if not any(counters.get(name) for name in IDLE) or clock.awake_s > end_s:
             await asyncio.sleep(_TIDY_S)
             return Reading(clock.awake_s - begun_s, read_processes(), counters)

@@ -75,6 +75,42 @@ def test_tasks_are_mixed_with_documents_and_named_in_the_report(tmp_path: Path) 
             assert min(abs(request["prompt_tokens"] / asked - 1) for asked in (400, 1600)) < 0.1
 
 
+def test_latencies_are_told_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": "a b", "max_tokens": 3, "source": "mine"}\n{"prompt": "a b", "max_tokens": 3}\n')
+    options = ("--trace", str(trace), "--prose", "40", "--requests", "5", "--output-tokens", "4", "--clients", "1")
+    with serving() as server:
+        assert bench("--url", server.url, *options, "--warm-up", "1", "--out", str(tmp_path / "r")) == 0
+    content = report(tmp_path / "r")
+    counts = {name: seen["answered"] for name, seen in content["servers"][0]["figures"]["by_source"].items()}
+    asked = [request["source"] for request in content["servers"][0]["runs"][0]["requests"]]
+    assert counts == {name or "no source": asked.count(name) for name in asked}
+    assert "prose" in counts
+    assert "TTFT P50" in capsys.readouterr().out
+
+
+def test_rounds_of_adjacent_seeds_have_arrivals_of_their_own(tmp_path: Path) -> None:
+    due_s = []
+    with serving() as server:
+        for seed in ("0", "1"):
+            options = ("--requests", "4", "--output-tokens", "2", "--rate", "400", "--rounds", "2", "--seed", seed)
+            assert bench("--url", server.url, *PROSE, *options, "--out", str(tmp_path / "r")) == 0
+            runs = report(tmp_path / "r")["servers"][0]["runs"]
+            due_s += [[request["due_s"] for request in run["requests"]] for run in runs]
+    assert len({tuple(times) for times in due_s}) == 4
+    assert [times[-1] for times in due_s] == [0.01] * 4
+
+
+def test_two_names_of_one_server_share_no_prefix(tmp_path: Path) -> None:
+    with serving() as server:
+        sides = ("--url", f"one={server.url}", "--vs", f"other={server.url}/v1")
+        options = ("--requests", "3", "--output-tokens", "3", "--clients", "1", "--warm-up", "1")
+        assert bench(*sides, *PROSE, *options, "--out", str(tmp_path / "r")) == 0
+        asked = [body["prompt"] for body in server.requests if body["max_tokens"] == 3]
+    assert len(asked) == len(set(asked)) == 8
+    assert len({prompt.partition("\n")[0] for prompt in asked}) == 4  # warm-up and run of both
+
+
 def test_answers_to_tasks_have_the_tokens_asked_for(tmp_path: Path) -> None:
     tasks = ("--tasks", "all", "--task-tokens", "900", "--output-tokens", "7", "--requests", "5")
     with serving() as server:
@@ -364,6 +400,9 @@ PROSE = ("--prose", "50")
         ((*PROSE, "--rate", "1", "--goodput", "speed:9"), "goodput=speed:9: names are ttft, tbt, tpot, e2e"),
         ((*PROSE, "--rate", "1", "--extra-body", "["), "extra-body=[: must be JSON"),
         ((*PROSE, "--rate", "1", "--extra-body", "[]"), "extra-body=[]: must be a JSON object"),
+        ((*PROSE, "--rate", "1", "--extra-body", '{"n": 2}'), "extra-body=n: must be none of model, prompt, messages"),
+        ((*PROSE, "--rate", "1", "--goodput", "ttft:inf"), "goodput=ttft:inf: names are ttft, tbt, tpot, e2e, limits"),
+        ((*PROSE, "--rate", "1", "--goodput", "ttft:5,ttft:9"), "goodput=ttft:5,ttft:9: must give ttft once"),
         ((*PROSE, "--rate", "1", "--vs", "nowhere"), "vs=nowhere: must be http://HOST"),
         ((*PROSE, "--rate", "1", "--vs", URL), "servers must differ in name"),
         ((*PROSE, "--rate", "1", "--timeout", "0"), "timeout=0.0: must be above 0"),

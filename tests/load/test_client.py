@@ -1,6 +1,7 @@
 """One request on a server that misbehaves in every way: nothing that happens is lost from its record."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -95,8 +96,37 @@ def test_a_refusal_is_kept_with_status_and_text_and_not_repeated() -> None:
     with serving(replying(Reply([b'{"error":\n "too long"}'], status=400))) as server:
         record = ask(server.url, retries=3)
         assert len(server.requests) == 1
-    assert (record.outcome, record.reason) == (Outcome.REFUSED, 'HTTP 400: {"error": "too long"}')
+    assert (record.outcome, record.reason) == (Outcome.REFUSED, "HTTP 400: too long")
     assert (record.sendings, record.arrivals) == (1, ())
+
+
+def test_the_message_of_a_long_refusal_is_kept_wherever_it_stands() -> None:
+    body = json.dumps({"detail": None, "request": "x" * 400, "error": {"code": 7, "message": "the context is full"}})
+    with serving(replying(Reply([body.encode()], status=400))) as server:
+        assert ask(server.url).reason == "HTTP 400: the context is full"
+
+
+@pytest.mark.parametrize("status", [301, 302, 303])
+def test_a_redirection_that_drops_the_prompt_is_refused_with_its_place(status: int) -> None:
+    """Clients follow these with GET, without a body."""
+    with (
+        serving() as there,
+        serving(replying(Reply(status=status, headers={"Location": f"{there.url}/v1/completions"}))) as server,
+    ):
+        record = ask(server.url, retries=2)
+        assert not there.requests
+    assert (record.outcome, record.sendings) == (Outcome.REFUSED, 1)
+    assert record.reason.startswith(f"HTTP {status}: is at {there.url}/v1/completions, ")
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_redirection_that_keeps_the_prompt_is_followed(status: int) -> None:
+    with (
+        serving() as there,
+        serving(replying(Reply(status=status, headers={"Location": f"{there.url}/v1/completions"}))) as server,
+    ):
+        assert ask(server.url).output_tokens == 3
+        assert len(there.requests) == 1
 
 
 def test_a_busy_server_is_asked_again_and_every_attempt_kept() -> None:
@@ -177,6 +207,21 @@ def test_an_answer_that_is_no_stream_is_said_to_be_none(body: bytes) -> None:
     assert (record.outcome, record.reason) == (Outcome.FAILED, "answered with JSON, not a stream")
 
 
+def test_an_error_in_an_answer_that_is_no_stream_is_kept() -> None:
+    body = b'{"error": {"message": "no worker is ready"}}'
+    with serving(replying(Reply([body], headers={"Content-Type": "application/json"}))) as server:
+        record = ask(server.url)
+    assert record.outcome is Outcome.FAILED
+    assert record.reason == "answered with JSON, not a stream: no worker is ready"
+
+
+def test_a_refusal_in_an_unknown_charset_is_read() -> None:
+    refusal = Reply([b"too long"], status=400, headers={"Content-Type": "text/plain; charset=base64"})
+    with serving(replying(refusal)) as server:
+        record = ask(server.url)
+    assert (record.outcome, record.reason) == (Outcome.REFUSED, "HTTP 400: too long")
+
+
 def test_a_stream_is_read_whatever_it_is_called() -> None:
     with serving(replying(Reply(WHOLE.pieces, headers={"Content-Type": "application/json"}))) as server:
         assert ask(server.url).output_tokens == 3
@@ -238,6 +283,15 @@ def test_a_prompt_that_the_endpoint_has_no_field_for_is_refused(api: Api, prompt
     target = Target(address=Address("a", "http://a"), model="tiny", api=api)
     with pytest.raises(ConfigError, match=f"api={api}: has no prompts of"):
         target.check(Request(prompt=prompt, max_tokens=1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["n", "best_of", "stream", "max_tokens", "prompt", "messages", "stream_options", "model", "max_completion_tokens"],
+)
+def test_further_fields_are_none_of_those_that_are_measured_by(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^extra-body={name}: must be none of "):
+        Target(address=Address("a", "http://a"), model="tiny", extra_body={"top_k": 1, name: None})
 
 
 @pytest.mark.parametrize("settings", [{"timeout_s": 0.0}, {"timeout_s": float("nan")}, {"retries": -1}])

@@ -92,7 +92,9 @@ def test_a_single_token_keeps_the_limits_on_gaps() -> None:
     assert of(record_of([(1.0, 1)]), duration_s=1.0, limits=Limits(tbt=1.0, tpot=1.0)).goodput_per_s == 1.0
 
 
-@pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:soon", "itl:5", "ttft:0", "ttft:-1", "ttft:nan"])
+@pytest.mark.parametrize(
+    "text", ["", "ttft", "ttft:", "ttft:soon", "itl:5", "ttft:0", "ttft:-1", "ttft:nan", "ttft:inf", "ttft:5,ttft:6"]
+)
 def test_limits_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=f"^goodput={text}: "):
         Limits.parse("goodput", text)

@@ -1,6 +1,7 @@
 """Traces made up from documents and prose."""
 
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -96,7 +97,17 @@ def test_the_first_request_of_each_group_stands_for_it() -> None:
         assert first is next(request for request in requests if request.group == first.group)
 
 
-def test_first_lines_differ_by_run_and_salt() -> None:
-    salts = {salt_for(salt, run) for salt in ("a", "b") for run in ("round 1", "round 2")}
-    assert len(salts) == 4
-    assert salt_for("a", "round 1") in salts
+def test_first_lines_differ_by_run_server_and_salt() -> None:
+    names = [
+        ("a", "x", "round 1"),
+        ("a x", "", "round 1"),
+        *((s, side, run) for s in "ab" for side in "xy" for run in "12"),
+    ]
+    salts = {salt_for(*name) for name in names}
+    assert len(salts) == len(names)
+    assert salt_for("a", "x", "round 1") in salts
+
+
+def test_first_lines_are_of_as_many_digits() -> None:
+    for number in range(50):
+        assert re.fullmatch(r"Run \d{12}\.\n\n", salt_for("a", "x", f"round {number}"))

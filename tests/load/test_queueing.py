@@ -1,13 +1,22 @@
 """Queueing delay: from the server if it reports one, otherwise estimated; the result says which."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from tests.load.model_server import record_of
-from vllm_hybrid_sparse.load.exchange import Outcome
+from vllm_hybrid_sparse.load.exchange import Outcome, Record
 from vllm_hybrid_sparse.load.prometheus import Histogram
-from vllm_hybrid_sparse.load.queueing import ESTIMATED, FROM_SERVER, UNKNOWN, Unloaded, estimated_s, queueing
+from vllm_hybrid_sparse.load.queueing import (
+    ESTIMATED,
+    FROM_SERVER,
+    UNKNOWN,
+    Unloaded,
+    computed_tokens,
+    estimated_s,
+    queueing,
+)
 
 UNLOADED = Unloaded(((100, 1.0), (300, 2.0)), 0.01)
 
@@ -62,6 +71,21 @@ def test_a_histogram_tells_between_which_bounds_a_delay_lies_and_no_more() -> No
     assert queueing([], Histogram((0.3, math.inf), (0.0, 1.0)), UNLOADED).median() == ">0.3"
     estimated = queueing([record_of([(2.5, 1)], prompt_tokens=200)], None, UNLOADED)
     assert (estimated.above_s, estimated.median()) == (None, "1.00")
+
+
+def test_tokens_known_to_be_cached_are_not_computed() -> None:
+    """One millisecond a computed token: a cached document of 6000 tokens must not stand for a prompt of that length."""
+
+    def record(tokens: int, cached: int | None, ttft_s: float) -> Record:
+        return replace(record_of([(ttft_s, 1)], prompt_tokens=tokens), cached_tokens=cached)
+
+    alone = [record(1000, None, 1.0), record(6100, 6000, 0.1), record(6120, 6000, 0.12), record(16000, 0, 16.0)]
+    unloaded = Unloaded.of(alone)
+    assert [tokens for tokens, _ in unloaded.ttft_s] == [100, 120, 1000, 16000]
+    assert estimated_s(record(5500, 0, 7.5), unloaded) == pytest.approx(2.0)
+    assert estimated_s(record(9000, 8000, 1.5), unloaded) == pytest.approx(0.5)
+    assert computed_tokens(record(5, 9, 1.0)) == 0
+    assert computed_tokens(record_of([(1.0, 1)])) is None
 
 
 def test_where_nothing_tells_it_is_not_known() -> None:

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from vllm_hybrid_sparse.load.queueing import Queueing, Unloaded, queueing
 from vllm_hybrid_sparse.load.report import document, without_places, write_json
 from vllm_hybrid_sparse.load.search import search_in_turns
 from vllm_hybrid_sparse.load.summary import summary
+from vllm_hybrid_sparse.load.svg import Chart, draw
 from vllm_hybrid_sparse.load.turns import Load, Results, rounds
 
 LOAD = Load(requests=tuple(simple_requests(8, max_tokens=6)), salt="s", prime=False)
@@ -38,7 +39,7 @@ def server_queueing(observed: Histogram) -> Queueing:
     return queueing([], observed, Unloaded((), None))
 
 
-def measured(capacity: bool = False, interrupted: bool = False, **more: Any) -> dict[str, Any]:
+def measured(capacity: bool = False, interrupted: bool = False, load: Load = LOAD, **more: Any) -> dict[str, Any]:
     all_results = [
         Results(ModelSide("stock <b>", prefill_s=1.0)),  # type: ignore[arg-type]
         Results(ModelSide("ours", prefill_s=0.5, refused_from=None if capacity else 7)),  # type: ignore[arg-type]
@@ -47,13 +48,13 @@ def measured(capacity: bool = False, interrupted: bool = False, **more: Any) -> 
     if capacity:
         slos = psa_slos(0.01)
         at = lambda rate, count: poisson(rate, count, 0)  # noqa: E731
-        work = search_in_turns(all_results, LOAD, at, slos, Search(first=1.0, tries=4), stop=stop, say=quiet)
+        work = search_in_turns(all_results, load, at, slos, Search(first=1.0, tries=4), stop=stop, say=quiet)
         searches = run_virtually(work)
     else:
-        at_round = lambda number: poisson(1.0, len(LOAD.requests), number)  # noqa: E731
-        run_virtually(rounds(all_results, LOAD, at_round, 2, stop=stop, say=quiet))
+        at_round = lambda number: poisson(1.0, len(load.requests), number)  # noqa: E731
+        run_virtually(rounds(all_results, load, at_round, 2, stop=stop, say=quiet))
     return document(
-        LOAD,
+        load,
         all_results,
         limits=Limits(ttft=5000.0),
         slos=slos,
@@ -121,6 +122,94 @@ def test_servers_are_compared_with_the_first(compared: dict[str, Any]) -> None:
     assert name == "ours"
     assert better["ttft_s p50"] > 1
     assert f"ttft_s p50 {better['ttft_s p50']:.2f}" in summary(compared)
+
+
+def test_ratios_of_servers_that_did_not_answer_all_say_of_how_many(compared: dict[str, Any]) -> None:
+    said = "of the 16 and 14 requests that were answered"
+    assert f"ours against stock <b> (above 1 is better; {said}): " in summary(compared)
+    assert f'<p class="warn">ours: ratios are {said}.</p>' in page(compared)
+    whole = copy.deepcopy(compared)
+    whole["servers"][1]["figures"]["outcomes"] = {"ok": 16}
+    assert "ours against stock <b> (above 1 is better): " in summary(whole)
+    assert not any("requests that were answered" in shown for shown in (summary(whole), page(whole)))
+    whole["servers"][0]["figures"]["outcomes"] = {"ok": 9, "failed": 7}
+    assert all("of the 9 and 16 requests that were answered" in shown for shown in (summary(whole), page(whole)))
+
+
+def test_shares_of_times_to_first_token_are_of_all_requests_that_were_planned(
+    compared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Chart] = {}
+
+    def note(chart: Chart) -> str:
+        drawn[chart.title] = chart
+        return draw(chart)
+
+    monkeypatch.setattr("vllm_hybrid_sparse.load.page.draw", note)
+    page(compared)
+    chart = drawn["Time to first token, cumulative"]
+    assert [series.points[-1][1] for series in chart.series] == [1.0, 14 / 16]
+    assert chart.y_label == "share of planned requests"
+
+
+def test_the_rate_that_arrivals_came_to_stands_by_what_was_answered(compared: dict[str, Any]) -> None:
+    report = copy.deepcopy(compared)
+    for run in report["servers"][0]["runs"]:
+        assert run["offered_per_s"] == pytest.approx(1.0)
+    report["servers"][0]["runs"][0]["offered_per_s"] = 0.5  # as of older reports: eight requests in 16 s, eight in 8 s
+    answered = report["servers"][0]["figures"]["requests_per_s"]
+    assert f"{answered:.3f} requests/s of 0.667 offered, goodput" in summary(report)
+    assert f"{answered:.3g} requests/s of 0.667 offered, goodput" in page(report)
+    for run in report["servers"][0]["runs"]:
+        run["offered_per_s"] = None  # four clients
+    assert summary(report).count(" offered") == page(report).count(" offered") == 1  # of the other server
+
+
+def test_every_try_has_the_rate_that_its_arrivals_came_to(searched: dict[str, Any]) -> None:
+    report = copy.deepcopy(searched)
+    for server, raw in zip(searched["capacity"]["servers"], searched["servers"], strict=True):
+        offered = [run["offered_per_s"] for run in raw["runs"]]
+        assert offered == pytest.approx([one["rate"] for one in server["tries"]])
+    report["servers"][0]["runs"][0]["offered_per_s"] = 0.8765  # of 1.0, as in older reports
+    assert "<th>requests/s</th><th>offered/s</th>" in page(report)
+    assert "<td>1</td><td>0.8765</td>" in page(report)
+
+
+def test_sources_are_told_apart_where_there_are_several(compared: dict[str, Any]) -> None:
+    assert compared["servers"][0]["figures"]["by_source"] == {}
+    assert "by source" not in summary(compared)
+    assert "<th>source</th>" not in page(compared)
+    named = [replace(one, source=("vt", "<b>" + "x" * 40)[n % 2]) for n, one in enumerate(LOAD.requests)]
+    report = json.loads(json.dumps(measured(load=replace(LOAD, requests=tuple(named)))))
+    figures = report["servers"][1]["figures"]
+    seen = figures["by_source"]
+    assert {name: (one["planned"], one["answered"]) for name, one in seen.items()} == {
+        "<b>" + "x" * 40: (8, 6),
+        "vt": (8, 8),
+    }
+    own = [run["requests"] for run in report["servers"][1]["runs"]]
+    ttft = [one["arrivals"][0][0] for requests in own for one in requests if one["source"] == "vt"]
+    assert seen["vt"]["ttft_p99_s"] == pytest.approx(percentile(ttft, 99), abs=1e-5)
+    cells = [f"{seen['vt'][part] * 1e3:.1f}" for part in ("ttft_p50_s", "ttft_p99_s", "tbt_p50_s", "tbt_p99_s")]
+    (_, line) = [line.split() for line in summary(report).splitlines() if line.startswith("vt ")]
+    assert line == ["vt", "8", "8", *cells]
+    assert f"<b>{'x' * 24}…" in summary(report)
+    assert "<th>source</th><th>requests</th><th>answered</th><th>P50 to first token, ms</th>" in page(report)
+    assert f"<td>&lt;b&gt;{'x' * 40}</td><td>8</td><td>6</td>" in page(report)
+
+
+@pytest.mark.parametrize("which", ["compared", "searched"])
+def test_older_reports_can_be_shown(which: str, request: pytest.FixtureRequest) -> None:
+    old = copy.deepcopy(request.getfixturevalue(which))
+    for server in old["servers"]:
+        if server["figures"]:
+            del server["figures"]["by_source"]
+        for run in server["runs"]:
+            del run["figures"]["by_source"], run["offered_per_s"]
+    for server in (old["capacity"] or {"servers": []})["servers"]:
+        del server["ended"]
+    assert " offered" not in summary(old)
+    assert "ours" in page(old)
 
 
 def test_texts_are_kept_only_where_asked_for(compared: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import aiohttp
@@ -139,8 +140,9 @@ def exposed(count: int) -> str:
     return f'{QUEUE_TIME}_bucket{{le="1.0"}} {count}\n{QUEUE_TIME}_bucket{{le="+Inf"}} {count}\n'
 
 
-def measure(url: str) -> Measured:
+def measure(url: str, retries: int = 0) -> Measured:
     async def run(side: Side) -> Measured:
+        side.target = replace(side.target, retries=retries, retry_wait_s=0.0)
         return await side.run([PROBE] * 3, ClosedLoop(1), stop=asyncio.Event(), report=None)
 
     return with_side(url, run)
@@ -172,6 +174,23 @@ def test_queue_times_of_other_requests_than_the_run_s_are_not_taken(observed: in
     with serving() as server:
         server.metrics = [exposed(5), *[exposed(5 + observed)] * 200]  # another replica's, or others' requests as well
         assert measure(server.url).observed is None
+
+
+def test_queue_times_count_from_the_first_sending_or_are_not_taken() -> None:
+    """The server counts from the sending that it accepted; a client that was refused has waited longer."""
+
+    def answer(server: FakeServer, body: dict[str, object]) -> Reply:
+        if len(server.requests) == 2:
+            return Reply([b"full"], status=503)
+        server.metrics = exposed(5 + len(server.requests) - (len(server.requests) > 2))
+        return answer_in_full(server, body)
+
+    with serving(answer) as server:
+        server.metrics = exposed(5)
+        measured = measure(server.url, retries=1)
+    assert [record.sendings for record in measured.run.records] == [1, 2, 1]
+    assert all(record.ok for record in measured.run.records)
+    assert measured.observed is None
 
 
 @pytest.mark.parametrize("before", [None, "# nothing\n", exposed(9)])

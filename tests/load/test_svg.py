@@ -58,6 +58,14 @@ def test_nothing_measured_is_said() -> None:
 def test_cumulative_ends_at_one_in_ascending_order() -> None:
     assert cumulative([3.0, 1.0, 2.0, 2.0]) == [(1.0, 0.25), (2.0, 0.5), (2.0, 0.75), (3.0, 1.0)]
     assert cumulative([]) == []
+    assert cumulative([2.0, 1.0], of=4) == [(1.0, 0.25), (2.0, 0.5)]
+    assert cumulative([], of=4) == []
+
+
+def test_a_single_step_is_seen() -> None:
+    alone, two = (Chart("t", "x", "y", [Series("a", points, "steps")]) for points in ([(1, 1)], [(1, 0.5), (2, 1)]))
+    assert [dot.findtext("title") for dot in element(alone).iter("circle")] == ["a: 1, 1"]
+    assert not list(element(two).iter("circle"))
 
 
 @pytest.mark.parametrize("count", [1, 400, 401, 10_000])

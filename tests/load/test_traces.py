@@ -95,5 +95,7 @@ def test_a_salt_comes_first_in_texts_and_messages_and_is_refused_before_token_id
     salted = Request(prompt=parts, max_tokens=1).salted("salt ").prompt[0]
     assert isinstance(salted, dict)
     assert salted["content"] == [{"type": "text", "text": "salt "}, {"type": "text", "text": "text"}]
+    empty = ({"role": "assistant", "content": None}, {"role": "user", "content": "text"})
+    assert Request(prompt=empty, max_tokens=1).salted("salt ").prompt[0] == {"role": "assistant", "content": "salt "}
     with pytest.raises(ConfigError, match="salt=each-run"):
         Request(prompt=(1, 2), max_tokens=1).salted("salt ")

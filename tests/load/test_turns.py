@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,11 @@ from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.load.arrivals import ClosedLoop, poisson
 from vllm_hybrid_sparse.load.requests import Request
 from vllm_hybrid_sparse.load.turns import Load, Results, in_turn, ratios, rounds
+
+
+def unsalted(side: ModelSide) -> list[Request]:
+    """Return the requests that a server was sent, without the salt."""
+    return [replace(one, prompt=str(one.prompt).rpartition("\n")[2]) for one in side.server.asked]
 
 
 def a_load(**changes: object) -> Load:
@@ -42,7 +48,7 @@ def test_order_alternates_by_turn() -> None:
 def test_servers_get_the_same_requests_at_the_same_times() -> None:
     slow, fast = ModelSide("slow", prefill_s=2.0), ModelSide("fast", prefill_s=0.1)
     in_slow, in_fast = in_rounds(a_load(), 2, slow, fast)
-    assert slow.server.asked == fast.server.asked
+    assert unsalted(slow) == unsalted(fast) == simple_requests(6) * 2
     assert [name for name, _, _ in in_slow.runs] == ["round 1", "round 2"]
     for (_, mine, one), (_, theirs, other) in zip(in_slow.runs, in_fast.runs, strict=True):
         assert mine == theirs
@@ -58,6 +64,16 @@ def test_a_salt_sets_runs_apart_and_not_requests() -> None:
     unsalted = ModelSide("unsalted")
     in_rounds(a_load(salt=None), 2, unsalted)
     assert [request.prompt for request in unsalted.server.asked] == [r.prompt for r in simple_requests(6)] * 2
+
+
+def test_two_names_of_one_server_share_no_prefix() -> None:
+    """Nor do two servers with a common store of keys and values."""
+    one, other = ModelSide("one"), ModelSide("other")
+    in_rounds(a_load(), 1, one, other)
+    for mine, theirs in zip(one.server.asked, other.server.asked, strict=True):
+        assert mine.prompt != theirs.prompt
+    load = a_load()
+    assert {request.prompt for request in load.alone("one")}.isdisjoint(r.prompt for r in load.alone("other"))
 
 
 @pytest.mark.parametrize(("salt", "primed"), [("s", [6, 6]), (None, [])])
@@ -107,7 +123,7 @@ def test_ratios_are_above_one_where_the_other_is_better() -> None:
 @pytest.mark.parametrize(("count", "places"), [(1, [0]), (2, [0, 5]), (3, [0, 2, 5]), (9, [0, 1, 2, 3, 4, 5])])
 def test_warm_up_spreads_over_the_lengths(count: int, places: list[int]) -> None:
     requests = [Request(prompt="x" * (10 * (number + 1)), max_tokens=500) for number in (3, 0, 5, 1, 4, 2)]
-    alone = a_load(requests=tuple(requests), salt=None, warm_up=count).alone()
+    alone = a_load(requests=tuple(requests), salt=None, warm_up=count).alone("side")
     assert [len(request.prompt) // 10 - 1 for request in alone] == places
     assert {request.max_tokens for request in alone} == {64}
 

@@ -16,7 +16,7 @@ import aiohttp
 from vllm_hybrid_sparse.cli.bench_options import BenchOptions, report_files
 from vllm_hybrid_sparse.cli.prose import prose
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.load.arrivals import ClosedLoop, Schedule, by_arrival, poisson, recorded
+from vllm_hybrid_sparse.load.arrivals import ClosedLoop, Schedule, by_arrival, poisson, recorded, seed_of_round
 from vllm_hybrid_sparse.load.capacity import Slo, psa_slos
 from vllm_hybrid_sparse.load.client import new_session
 from vllm_hybrid_sparse.load.mixes import QUESTIONS, cut_to_words, document_mix, mixed, prose_mix
@@ -212,7 +212,7 @@ class _Bench:
 
         def schedule_of(number: int) -> Schedule:
             if options.rate is not None:
-                return poisson(options.rate, count, options.seed + number)
+                return poisson(options.rate, count, seed_of_round(options.seed, number))
             if options.clients is not None:
                 return ClosedLoop(options.clients)
             return recorded(load.requests, options.speed)

@@ -258,7 +258,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load, exactly one of the first four")
     load.add_argument("--rate", type=float, help="Poisson arrivals, requests a second")
     load.add_argument("--clients", type=int, help="so many clients, each waiting for its answer before it asks again")
-    load.add_argument("--recorded-times", action="store_true", help="at the arrival times of the trace")
+    load.add_argument("--recorded-times", action="store_true", help="at the trace's arrival times, less the first")
     load.add_argument(
         "--capacity", choices=["psa"], help="search the highest rate within PSA's strict and relaxed limits"
     )

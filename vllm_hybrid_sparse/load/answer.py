@@ -4,6 +4,7 @@ import json
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from vllm_hybrid_sparse.load.server_text import reported_error, whole
 from vllm_hybrid_sparse.load.sse import EventDecoder, StreamError
 
 _BROKEN_OFF = ("abort", "error")  # finish reasons
@@ -47,7 +48,7 @@ class Answer:
     @property
     def text(self) -> str:
         """The text so far; a character whose halves came in two chunks is put together."""
-        return _whole("".join(self._pieces))
+        return whole("".join(self._pieces))
 
     @property
     def begun(self) -> bool:
@@ -98,9 +99,8 @@ class Answer:
         self.arrivals.append(Arrival(now_s, tokens))
 
     def _take(self, event: dict[str, Any], now_s: float) -> None:
-        if error := event.get("error") or (event if event.get("object") == "error" else None):
-            message = error.get("message", error) if isinstance(error, dict) else error
-            raise StreamError(_whole(f"the server reports: {message}"))
+        if (message := reported_error(event)) is not None:
+            raise StreamError(f"the server reports: {message}")
         usage, choices = event.get("usage"), event.get("choices")
         grown = self._take_usage(usage) if isinstance(usage, dict) else None
         if not choices:
@@ -121,7 +121,7 @@ class Answer:
         self._pieces.append(text)
         closing = choice.get("finish_reason") is not None
         if closing:
-            self.finish_reason, self._closing_s = _whole(str(choice["finish_reason"])), now_s
+            self.finish_reason, self._closing_s = whole(str(choice["finish_reason"])), now_s
         if text and self._usage_tokens == 0 and "token_ids" not in choice:
             self._each_chunk = False  # some servers send a usage of zeros until the end
         if text and grown is None and self._each_chunk:
@@ -148,16 +148,11 @@ class Answer:
 def _parse(data: str) -> dict[str, Any]:
     try:
         event = json.loads(data)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting of thousands of levels
         raise StreamError(f"an event is not JSON: {data!r:.80}") from error
     if not isinstance(event, dict):
         raise StreamError(f"an event is not an object: {data!r:.80}")
     return event
-
-
-def _whole(text: str) -> str:
-    """Return text that UTF-8 can hold: JSON may contain a lone half of a character."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _text(content: dict[str, Any]) -> str:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 import aiohttp
 
 from vllm_hybrid_sparse.load.exchange import Exchange, Outcome
+from vllm_hybrid_sparse.load.server_text import error_in_body, shortened
 from vllm_hybrid_sparse.load.sse import StreamError
 from vllm_hybrid_sparse.load.target import Target
 
 _RETRIED_STATUS = {429, 502, 503, 504}
-_REASON_CHARACTERS = 300
+_LEFT_BY_POST = {301, 302, 303}  # what is posted arrives as GET behind these, unlike 307 and 308
+_MOST_JSON_BYTES = 2**16  # kept of an answer that is no stream, to find its error
 
 Clock = Callable[[], float]
 
@@ -67,23 +69,48 @@ class Client:
                 asyncio.timeout_at(deadline_s),
                 self._session.post(self.target.url, data=body, headers=headers) as reply,
             ):
+                if turned_away := _turned_away(reply):
+                    return Outcome.REFUSED, turned_away, None
                 if reply.status != 200:
-                    text = " ".join((await reply.text(errors="replace")).split())[:_REASON_CHARACTERS]
                     again_s = _asked_to_wait_s(reply) if reply.status in _RETRIED_STATUS else None
-                    return Outcome.REFUSED, f"HTTP {reply.status}: {text}", again_s
-                async for piece in reply.content.iter_any():
-                    exchange.answer.feed(piece, now())
-                if reply.content_type == "application/json" and not exchange.answer.begun:
-                    return Outcome.FAILED, "answered with JSON, not a stream", None
-                exchange.answer.finish()
+                    return Outcome.REFUSED, await _refusal(reply), again_s
+                await _read(reply, exchange, now)
         except TimeoutError:
             return Outcome.TIMEOUT, f"not answered within {self.target.timeout_s:g} s", None
         except StreamError as error:
             return Outcome.FAILED, str(error), None
         except (aiohttp.ClientError, OSError) as error:
-            reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
+            reason = shortened(f"{type(error).__name__}: {error}")
             return Outcome.FAILED, reason, None if exchange.answer.arrivals else 0.0
         return Outcome.OK, "", None
+
+
+async def _read(reply: aiohttp.ClientResponse, exchange: Exchange, now: Clock) -> None:
+    """Read the answer to its end; StreamError if it is none, or makes no sense."""
+    begun = bytearray()
+    async for piece in reply.content.iter_any():
+        exchange.answer.feed(piece, now())
+        if not exchange.answer.begun and len(begun) < _MOST_JSON_BYTES:
+            begun += piece
+    if reply.content_type == "application/json" and not exchange.answer.begun:
+        error = error_in_body(begun.decode(errors="replace"))
+        raise StreamError("answered with JSON, not a stream" + (f": {error}" if error else ""))
+    exchange.answer.finish()
+
+
+async def _refusal(reply: aiohttp.ClientResponse) -> str:
+    """Return the status and what the server says to it."""
+    text = (await reply.read()).decode(errors="replace")  # whatever charset it names: there may be none of that name
+    return f"HTTP {reply.status}: {error_in_body(text) or shortened(text)}"
+
+
+def _turned_away(reply: aiohttp.ClientResponse) -> str | None:
+    """Return where the server says that the request belongs, if it got there without its body; None if it did not."""
+    for one in reply.history:
+        if one.status in _LEFT_BY_POST:
+            place = shortened(one.headers.get("Location", ""))
+            return f"HTTP {one.status}: is at {place}, by a redirection that drops what is posted: give that URL"
+    return None
 
 
 def _asked_to_wait_s(reply: aiohttp.ClientResponse) -> float:

@@ -42,13 +42,14 @@ class Record:
     attempts: tuple[Attempt, ...]
     sendings: int  # how often it was sent; an interruption while waiting to send again is an attempt, not a sending
     prompt_tokens: int | None  # as the server counts them; None if it does not tell
-    cached_tokens: int | None
+    cached_tokens: int | None  # of these, from its prefix cache; None if it does not tell
     output_tokens: int
     counted: Counted
     max_tokens: int
     ignore_eos: bool
     finish_reason: str | None
     text: str
+    source: str | None = None  # what made the request; None: not known
 
     @property
     def ok(self) -> bool:
@@ -155,4 +156,5 @@ class Exchange:
             ignore_eos=self.request.ignore_eos,
             finish_reason=answer.finish_reason,
             text=answer.text,
+            source=self.request.source,
         )

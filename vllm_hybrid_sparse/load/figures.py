@@ -14,12 +14,14 @@ They differ from it in three cases. If the first chunk of a chat holds a role bu
 If a request was sent again, its times run from the first sending. If an answer breaks off, the request has failed.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.load.by_source import SourceFigures, by_source
 from vllm_hybrid_sparse.load.exchange import Outcome, Record
 from vllm_hybrid_sparse.load.percentiles import Distribution, percentile
 from vllm_hybrid_sparse.load.prometheus import Histogram
@@ -43,12 +45,14 @@ class Limits:
         limits: dict[str, float] = {}
         for item in text.split(","):
             name, _, value = item.partition(":")
+            if name in limits:
+                raise ConfigError(f"{option}={text}: must give {name} once")
             try:
                 limits[name] = float(value)
             except ValueError as error:
                 raise ConfigError(f"{option}={text}: must be NAME:MS,…, not {item!r}") from error
-            if name not in known or not limits[name] > 0:
-                raise ConfigError(f"{option}={text}: names are {', '.join(known)}, limits are above 0 ms")
+            if name not in known or not 0 < limits[name] < math.inf:
+                raise ConfigError(f"{option}={text}: names are {', '.join(known)}, limits are above 0 ms, finite")
         return cls(**limits)
 
     def kept_by(self, record: Record) -> bool:
@@ -91,6 +95,7 @@ class Figures:
     e2e_s: Distribution
     lag_s: Distribution  # how late we sent; more than a few ms means that this client is overloaded
     queueing: Queueing
+    by_source: dict[str, SourceFigures]  # empty if all requests have the same
 
     @property
     def all_answered(self) -> bool:
@@ -108,6 +113,7 @@ def figures(
     prompt_tokens = sum(record.prompt_tokens or 0 for record in answered)
     cached = [record.cached_tokens for record in answered if record.cached_tokens is not None]
     output_tokens = sum(record.output_tokens for record in answered)
+    sources: Counter[str | None] = sum((Counter(run.sources) for run in runs), Counter())
 
     def per_s(amount: int) -> float:
         return amount / duration_s if duration_s else 0.0
@@ -144,6 +150,7 @@ def figures(
         e2e_s=Distribution.of(record.e2e_s for record in answered),
         lag_s=Distribution.of(record.lag_s for record in records),
         queueing=queueing(records, observed, unloaded),
+        by_source=by_source(sources, records),
     )
 
 

@@ -145,6 +145,10 @@ def first_of_groups(requests: Sequence[Request]) -> list[Request]:
     return list(found.values())
 
 
-def salt_for(salt: str, run: str) -> str:
-    """Return a first line that differs for every salt and run."""
-    return f"Run {hashlib.sha256(f'{salt} {run}'.encode()).hexdigest()[:12]}.\n\n"
+def salt_for(salt: str, side: str, run: str) -> str:
+    """Return a first line that differs for every salt, server and run.
+
+    It is of twelve digits, which most tokenizers cut evenly: so prompts have as many tokens on every server.
+    """
+    number = int.from_bytes(hashlib.sha256(repr((salt, side, run)).encode()).digest()[:8]) % 10**12
+    return f"Run {number:012}.\n\n"

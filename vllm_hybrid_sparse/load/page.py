@@ -7,7 +7,16 @@ from typing import Any
 
 from vllm_hybrid_sparse.load.percentiles import percentile
 from vllm_hybrid_sparse.load.style import STYLE
-from vllm_hybrid_sparse.load.summary import NO_RATE, capacity_notes, queueing_delays, queueing_sources, sent_late
+from vllm_hybrid_sparse.load.summary import (
+    NO_RATE,
+    capacity_notes,
+    of_answered,
+    offered_per_s,
+    queueing_delays,
+    queueing_sources,
+    sent_late,
+    source_cells,
+)
 from vllm_hybrid_sparse.load.svg import Chart, Series, cumulative, draw
 
 _WINDOWS = 30  # points of the chart of the time between tokens over time
@@ -20,6 +29,8 @@ _TIMES = (
     ("end to end, s", "e2e_s", 1.0),
     ("sent late by, ms", "lag_s", 1e3),
 )
+
+_SHORT = ("to first token", "between tokens")
 
 Json = dict[str, Any]
 
@@ -68,12 +79,14 @@ def _server(server: Json) -> str:
     figures = server["figures"]
     outcomes = ", ".join(f"{count} {name}" for name, count in figures["outcomes"].items())
     goodput = "" if figures["goodput_per_s"] is None else f", goodput {figures['goodput_per_s']:.3g}/s"
+    offered = "" if (rate := offered_per_s(server["runs"])) is None else f" of {rate:.3g} offered"
     cached = "" if figures["cached_tokens"] is None else f" ({figures['cached_tokens']} from the prefix cache)"
     iteration_s = server["unloaded"]["iteration_s"]
     facts = [
         f"{figures['planned']} requests in {figures['duration_s']:.1f} s: {outcomes}; {figures['not_sent']} not sent, "
         f"{figures['retries']} sent again.",
-        f"{figures['requests_per_s']:.3g} requests/s{goodput}, {figures['output_tokens_per_s']:.4g} output tokens/s; "
+        f"{figures['requests_per_s']:.3g} requests/s{offered}{goodput}, "
+        f"{figures['output_tokens_per_s']:.4g} output tokens/s; "
         f"{figures['prompt_tokens']} tokens of prompts{cached}, {figures['output_tokens']} of answers, at most "
         f"{figures['most_tokens_together']} in one chunk.",
         f"Model {server['model']}, server {server['version'] or 'of unknown version'}, a decode iteration unloaded "
@@ -96,8 +109,16 @@ def _server(server: Json) -> str:
         f"<h2>{escape(server['name'])}</h2>"
         + "".join(f"<p>{escape(fact)}</p>" for fact in facts)
         + _table(("", "values", "mean", "P50", "P90", "P99", "max"), rows)
+        + _sources(figures.get("by_source"))  # older reports have none
         + _reasons(figures["reasons"])
     )
+
+
+def _sources(seen: Json | None) -> str:
+    if not seen:
+        return ""
+    header = ("source", "requests", "answered", *(f"{part} {what}, ms" for what in _SHORT for part in ("P50", "P99")))
+    return _table(header, [[name, *source_cells(one, ".4g")] for name, one in seen.items()])
 
 
 def _reasons(reasons: dict[str, int]) -> str:
@@ -114,6 +135,8 @@ def _ratios(report: Json) -> Iterator[str]:
     reference = report["servers"][0]["name"]
     yield f"<h2>Against {escape(reference)}</h2><p>Above 1 the other server is the better one.</p>"
     for name in names:
+        if some := of_answered(report, name):
+            yield f'<p class="warn">{escape(name)}: ratios are {some}.</p>'
         rows = [
             [ratio["figure"].replace("_s ", " ").replace("_per_s", "/s").replace("_", " "),
              _times(ratio["reference"], 1.0), _times(ratio["other"], 1.0), f"{ratio['better']:.2f}"]
@@ -138,27 +161,25 @@ def _capacity(report: Json) -> Iterator[str]:
         for name, seen in server["capacity"].items():
             for note in capacity_notes(seen):
                 yield f'<p class="warn">{escape(server["name"])}, {escape(name)}: {escape(note)}.</p>'
-        if server["ended"]:
+        if server.get("ended"):
             yield f'<p class="warn">{escape(server["name"])}: the search ended: {escape(server["ended"])}.</p>'
     series, levels = [], [(f"{limit['name']} limit", limit["p99_tbt_s"] * 1e3) for limit in found["limits"]]
     rows = []
     for server, measured in zip(found["servers"], report["servers"], strict=True):
-        runs = {run["name"]: run["figures"] for run in measured["runs"]}
+        runs = {run["name"]: run for run in measured["runs"]}
         points = []
         for one in sorted(server["tries"], key=lambda a_try: a_try["rate"]):
-            seen = runs[one["run"]]
+            seen, offered = runs[one["run"]]["figures"], offered_per_s([runs[one["run"]]])
             p99_s = seen["tbt_s"]["p99"]
             if p99_s is not None:
-                points.append((one["rate"], p99_s * 1e3))
+                points.append((offered or one["rate"], p99_s * 1e3))
             verdict = "; ".join(f"{name}: {', '.join(broken) or 'holds'}" for name, broken in one["broken"].items())
             rows.append(
-                [server["name"], f"{one['rate']:.3g}", _times(p99_s, 1e3),
+                [server["name"], f"{one['rate']:.3g}", _times(offered, 1.0), _times(p99_s, 1e3),
                  queueing_delays(seen["queueing"], 1.0, ".4g")[0], _times(seen["ttft_s"]["p99"], 1.0),
                  f"{seen['output_tokens_per_s']:.4g}", verdict, _commonest(seen["reasons"])]
             )  # fmt: skip
-        series += [
-            Series(server["name"], points),
-        ]
+        series.append(Series(server["name"], sorted(points)))
     yield (
         '<div class="charts">'
         + _figure(Chart("Rate against P99 of the time between tokens", "requests/s", "ms", series, levels, log_y=True))
@@ -168,6 +189,7 @@ def _capacity(report: Json) -> Iterator[str]:
         (
             "server",
             "requests/s",
+            "offered/s",
             "P99 tbt, ms",
             "P50 queueing, s",
             "P99 ttft, s",
@@ -194,7 +216,10 @@ def _charts(report: Json) -> Iterator[str]:
     ttft, gaps, over_time, windows = [], [], [], []
     for server in report["servers"]:
         answered = [(run, one) for run in server["runs"] for one in run["requests"] if one["outcome"] == "ok"]
-        ttft.append(Series(server["name"], cumulative([one["arrivals"][0][0] for _, one in answered]), "steps"))
+        planned = sum(run["figures"]["planned"] for run in server["runs"])
+        ttft.append(
+            Series(server["name"], cumulative([one["arrivals"][0][0] for _, one in answered], of=planned), "steps")
+        )
         gaps.append(
             Series(server["name"], cumulative([gap * 1e3 for _, one in answered for gap in _gaps(one)]), "steps")
         )
@@ -210,7 +235,7 @@ def _charts(report: Json) -> Iterator[str]:
     charts = (
         Chart("Time to first token over time", "sent at, s (runs one after another)", "s", over_time),
         Chart("Time between tokens over time", "s (runs one after another)", "ms", windows),
-        Chart("Time to first token, cumulative", "s", "share of requests", ttft, y_top=1.0),
+        Chart("Time to first token, cumulative", "s", "share of planned requests", ttft, y_top=1.0),
         Chart("Time between tokens, cumulative", "ms", "share of gaps", gaps, log_x=True, y_top=1.0),
     )
     yield "<h2>All runs</h2>"
@@ -252,7 +277,7 @@ def _definitions() -> str:
         "came together are one arrival. Time per output token: of a request, from its first to its last token over "
         "the number of tokens less one. Queueing delay: until the server first works on a request, by vLLM's own "
         "histogram where the server has one, which tells between what a percentile lies, else the time to first token "
-        "less that of a prompt of this length served alone.</p>"
+        "less that of a prompt with as many uncached tokens served alone.</p>"
     )
 
 

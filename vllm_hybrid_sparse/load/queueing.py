@@ -1,8 +1,9 @@
 """How long requests waited until a server first worked on them (PSA, section 5: "scheduling delay").
 
 Only the server knows it. vLLM exposes it as the histogram `vllm:request_queue_time_seconds`, which is used if there is
-one. Otherwise the client estimates it: the time to first token less that of a prompt of the same length served alone.
-The estimate includes how much other requests slow a prefill down, so it is at or above the true delay.
+one. Otherwise the client estimates it: the time to first token less that of a prompt served alone of which as many
+tokens are computed, not taken from the prefix cache. The estimate includes how much other requests slow a prefill down,
+so it is at or above the true delay.
 """
 
 import bisect
@@ -16,11 +17,16 @@ from vllm_hybrid_sparse.load.percentiles import percentile
 from vllm_hybrid_sparse.load.prometheus import QUEUE_TIME, Histogram
 
 
+def computed_tokens(record: Record) -> int | None:
+    """Return a prompt's tokens less those known to be cached; None if the server does not count its tokens."""
+    return None if record.prompt_tokens is None else max(0, record.prompt_tokens - (record.cached_tokens or 0))
+
+
 @dataclass(frozen=True, slots=True)
 class Unloaded:
     """How long requests that are served alone take, measured before a run."""
 
-    ttft_s: tuple[tuple[int, float], ...]  # (prompt tokens, time), ascending, one entry per length; may be empty
+    ttft_s: tuple[tuple[int, float], ...]  # (computed tokens of a prompt, time), ascending, one of each; may be empty
     gap_s: float | None  # median time between arrivals: a decode iteration; None if no answer had two
 
     @classmethod
@@ -29,28 +35,30 @@ class Unloaded:
         answered = [record for record in records if record.ok]
         by_length: dict[int, list[float]] = {}
         for record in answered:
-            if record.prompt_tokens is not None and record.ttft_s is not None:
-                by_length.setdefault(record.prompt_tokens, []).append(record.ttft_s)
+            computed = computed_tokens(record)
+            if computed is not None and record.ttft_s is not None:
+                by_length.setdefault(computed, []).append(record.ttft_s)
         gaps = [gap for record in answered for gap in record.gaps_s]
         return cls(
             ttft_s=tuple((tokens, statistics.median(times)) for tokens, times in sorted(by_length.items())),
             gap_s=statistics.median(gaps) if gaps else None,
         )
 
-    def expected_ttft_s(self, prompt_tokens: int | None) -> float | None:
-        """Return the time to first token of a prompt served alone, interpolated linearly between measured lengths.
+    def expected_ttft_s(self, computed_tokens: int | None) -> float | None:
+        """Return the time to first token of a prompt served alone, interpolated linearly between measured ones.
 
-        Outside them it is that of the nearest length. None if nothing was measured, or if the length is not known and
-        more than one was measured.
+        Outside them it is the nearest one's. None if nothing was measured, or if the number of tokens that the server
+        computes is not known and more than one was measured.
         """
-        if not self.ttft_s or (prompt_tokens is None and len(self.ttft_s) > 1):
-            return None
         lengths = [tokens for tokens, _ in self.ttft_s]
-        place = bisect.bisect_left(lengths, prompt_tokens or lengths[0])
+        if not lengths or (computed_tokens is None and len(lengths) > 1):
+            return None
+        tokens = lengths[0] if computed_tokens is None else computed_tokens
+        place = bisect.bisect_left(lengths, tokens)
         if place == 0 or place == len(lengths):
             return self.ttft_s[min(place, len(lengths) - 1)][1]
         (low, low_s), (high, high_s) = self.ttft_s[place - 1 : place + 1]
-        return low_s + (high_s - low_s) * ((prompt_tokens or low) - low) / (high - low)
+        return low_s + (high_s - low_s) * (tokens - low) / (high - low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +111,13 @@ def bounds_text(above: float, at_most: float) -> str:
 
 
 FROM_SERVER = f"server: {QUEUE_TIME}"
-ESTIMATED = "estimate: time to first token less that of a prompt of this length served alone"
+ESTIMATED = "estimate: time to first token less that of a prompt with as many uncached tokens served alone"
 UNKNOWN = "not known"
 
 
 def estimated_s(record: Record, unloaded: Unloaded) -> float | None:
     """Return a request's delay as its client estimates it, at least 0; None without a token or a time to compare."""
-    expected_s = unloaded.expected_ttft_s(record.prompt_tokens)
+    expected_s = unloaded.expected_ttft_s(computed_tokens(record))
     if record.ttft_s is None or expected_s is None:
         return None
     return max(0.0, record.ttft_s - expected_s)

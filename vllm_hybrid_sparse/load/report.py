@@ -69,7 +69,7 @@ def document(
             _server(results.side)
             | {
                 "runs": [
-                    _run(name, schedule, measured, results.side, load.requests, limits, keep_text)
+                    _run(name, schedule, measured, results.side, limits, keep_text)
                     for name, schedule, measured in results.runs
                 ],
                 "figures": asdict(pooled[results.side.name]) if results.side.name in pooled else None,
@@ -141,7 +141,7 @@ def _server(side: Side) -> dict[str, Any]:
         "usage": side.target.usage.value,
         "unloaded": {
             "iteration_s": side.unloaded.gap_s,
-            "ttft_s": [{"prompt_tokens": tokens, "ttft_s": ttft_s} for tokens, ttft_s in side.unloaded.ttft_s],
+            "ttft_s": [{"computed_tokens": tokens, "ttft_s": ttft_s} for tokens, ttft_s in side.unloaded.ttft_s],
         },
     }
 
@@ -151,7 +151,6 @@ def _run(
     schedule: Schedule,
     measured: Measured,
     side: Side,
-    requests: Sequence[Request],
     limits: Limits | None,
     keep_text: bool,
 ) -> dict[str, Any]:
@@ -163,24 +162,23 @@ def _run(
         "offered_per_s": None if closed else _offered(measured.run.records),
         "interrupted": measured.run.interrupted,
         "figures": asdict(figures([measured.run], measured.observed, side.unloaded, limits)),
-        "requests": [_request(record, requests[record.index].source, keep_text) for record in measured.run.records],
+        "requests": [_request(record, keep_text) for record in measured.run.records],
     }
 
 
 def _offered(records: Sequence[Record]) -> float | None:
-    """Return the rate that the arrivals really had; the nominal rate is only its mean."""
+    """Return the rate that the arrivals came to: requests sent over when the last one was due, from the start on."""
     last_s = max((record.due_s for record in records if record.due_s is not None), default=0.0)
     return len(records) / last_s if last_s else None
 
 
-def _request(record: Record, source: str | None, keep_text: bool) -> dict[str, Any]:
+def _request(record: Record, keep_text: bool) -> dict[str, Any]:
     fields = asdict(record)
     fields["arrivals"] = [[_microseconds(arrival.at_s), arrival.tokens] for arrival in record.arrivals]
     for name in ("due_s", "sent_s", "ended_s"):
         fields[name] = _microseconds(fields[name])
     for attempt in fields["attempts"]:
         attempt["begun_s"] = _microseconds(attempt["begun_s"])
-    fields["source"] = source
     text = fields.pop("text")
     return fields | ({"text": text} if keep_text else {"text_sha256": hashlib.sha256(text.encode()).hexdigest()})
 

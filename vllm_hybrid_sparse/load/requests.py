@@ -15,7 +15,7 @@ class Request:
     prompt       text, a tuple of token ids, or a tuple of chat messages; not empty
     max_tokens   most output tokens, > 0
     ignore_eos   go on to `max_tokens` whatever the model says (vLLM's field; other servers may refuse it)
-    arrival_s    when it arrived in the recorded run, seconds from its start, >= 0; None if that is not known
+    arrival_s    when it arrived in the recorded run, seconds by any clock of it, >= 0; None if that is not known
     group        requests of one group begin with the same text, so that a server's prefix cache hits; None: of no group
     source       what made it, for the report: prose, documents, a task's name; None: not known
     """
@@ -59,7 +59,8 @@ class Request:
             raise ConfigError("salt=each-run: needs prompts of text or messages; these are token ids")
         first, *rest = (dict(part) for part in self.prompt if isinstance(part, dict))
         content = first.get("content")
-        first["content"] = (
-            [{"type": "text", "text": salt}, *content] if isinstance(content, list) else f"{salt}{content}"
-        )
+        if isinstance(content, list):
+            first["content"] = [{"type": "text", "text": salt}, *content]
+        else:
+            first["content"] = salt if content is None else f"{salt}{content}"
         return replace(self, prompt=(first, *rest))

@@ -1,7 +1,8 @@
 """One run: requests are sent by a schedule, and every one is accounted for."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,6 +28,7 @@ class Run:
     planned: int  # requests of the trace
     duration_s: float  # from the start to the end of the last request
     interrupted: bool
+    sources: Mapping[str | None, int] = field(default_factory=dict)  # the planned requests by source, if known
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,8 @@ async def run_load(
     records = sorted(course.records, key=lambda record: record.index)
     ends_s = [record.sent_s + record.ended_s for record in records]
     interrupted = len(records) < len(requests) or any(record.outcome == "aborted" for record in records)
-    return Run(tuple(records), len(requests), max(ends_s, default=0.0), interrupted)
+    sources = Counter(request.source for request in requests)
+    return Run(tuple(records), len(requests), max(ends_s, default=0.0), interrupted, sources)
 
 
 async def _send_all(client: Performer, course: _Course, schedule: Schedule) -> None:

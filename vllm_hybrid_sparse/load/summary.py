@@ -16,6 +16,7 @@ _TIMES = (
 
 
 NO_RATE = "at no tried rate"
+_LABEL = 28  # characters of the first column
 _LATE_S = 0.05  # report more than this: latencies are measured from when a request was sent, not from when it was due
 
 
@@ -27,7 +28,9 @@ def summary(report: Json) -> str:
             lines += _server(server)
     for name, compared in report["ratios"].items():
         found = ", ".join(f"{ratio['figure']} {ratio['better']:.2f}" for ratio in compared)
-        lines.append(f"{name} against {report['servers'][0]['name']} (above 1 is better): {found}")
+        some = of_answered(report, name)
+        meaning = "above 1 is better" + (f"; {some}" if some else "")
+        lines.append(f"{name} against {report['servers'][0]['name']} ({meaning}): {found}")
     if report["capacity"]:
         lines += _capacity(report["capacity"])
         lines += [f"{server['name']}: queueing delay from {queueing_sources(server)}" for server in report["servers"]]
@@ -39,6 +42,22 @@ def sent_late(server: Json) -> str | None:
     """Return by how much a client was too slow to send in time, which latencies do not include; None if it was not."""
     late_s = max((run["figures"]["lag_s"]["p99"] or 0.0 for run in server["runs"]), default=0.0)
     return f"the client is overloaded: P99 of sending late is {late_s:.2f} s" if late_s > _LATE_S else None
+
+
+def of_answered(report: Json, name: str) -> str | None:
+    """Return which requests the server `name` is compared with the reference by; None if both answered all."""
+    figures = {server["name"]: server["figures"] for server in report["servers"]}
+    pair = figures[report["servers"][0]["name"]], figures[name]
+    answered = [one["outcomes"].get("ok", 0) for one in pair]
+    if all(count == one["planned"] for count, one in zip(answered, pair, strict=True)):
+        return None
+    return f"of the {answered[0]} and {answered[1]} requests that were answered"
+
+
+def offered_per_s(runs: Sequence[Json]) -> float | None:
+    """Return the requests a second that the arrivals of runs came to, all together; None in a closed loop."""
+    offered = [(len(run["requests"]), run["offered_per_s"]) for run in runs if run.get("offered_per_s")]
+    return sum(sent for sent, _ in offered) / sum(sent / rate for sent, rate in offered) if offered else None
 
 
 def capacity_notes(seen: Json) -> Iterator[str]:
@@ -72,15 +91,27 @@ def _server(server: Json) -> Iterator[str]:
     for reason, count in figures["reasons"].items():
         yield f"  {count} × {reason}"
     goodput = "" if figures["goodput_per_s"] is None else f", goodput {figures['goodput_per_s']:.3f}/s"
+    offered = "" if (rate := offered_per_s(server["runs"])) is None else f" of {rate:.3f} offered"
     yield (
-        f"{figures['requests_per_s']:.3f} requests/s{goodput}, {figures['output_tokens_per_s']:.1f} output tokens/s, "
-        f"{figures['total_tokens_per_s']:.1f} tokens/s in all"
+        f"{figures['requests_per_s']:.3f} requests/s{offered}{goodput}, "
+        f"{figures['output_tokens_per_s']:.1f} output tokens/s, {figures['total_tokens_per_s']:.1f} tokens/s in all"
     )
     yield _row("", ("mean", "P50", "P90", "P99", "max"))
     for label, name in _TIMES:
         yield _row(label, [_ms(figures[name][part]) for part in ("mean", "p50", "p90", "p99", "max")])
     yield _row("queueing delay, ms", ["", *queueing_delays(figures["queueing"], 1e3, ".1f"), ""])
     yield f"(queueing delay from {figures['queueing']['source']})"
+    sources = figures.get("by_source")  # older reports have none
+    if sources:
+        yield _row("by source; ms", ("planned", "answered", "TTFT P50", "P99", "TBT P50", "P99"))
+        yield from (_row(_cut(name), source_cells(seen, ".1f")) for name, seen in sources.items())
+
+
+def source_cells(seen: Json, digits: str) -> list[str]:
+    """Return the figures of one source: numbers of requests, then times in milliseconds."""
+    times = (seen[part] for part in ("ttft_p50_s", "ttft_p99_s", "tbt_p50_s", "tbt_p99_s"))
+    shown = ("–" if value is None else f"{value * 1e3:{digits}}" for value in times)
+    return [str(seen["planned"]), str(seen["answered"]), *shown]
 
 
 def _capacity(found: Json) -> Iterator[str]:
@@ -93,12 +124,16 @@ def _capacity(found: Json) -> Iterator[str]:
                 f"{_rate(seen['holds_per_s'])}, fails {_rate(seen['fails_per_s'])}{ratio}"
             )
             yield from (f"  {note}" for note in capacity_notes(seen))
-        if server["ended"]:
+        if server.get("ended"):
             yield f"{server['name']}: the search ended: {server['ended']}"
 
 
+def _cut(name: str) -> str:
+    return name if len(name) <= _LABEL else f"{name[: _LABEL - 1]}…"
+
+
 def _row(label: str, cells: Sequence[str]) -> str:
-    return f"{label:<28}" + "".join(f" {cell:>11}" for cell in cells)
+    return f"{label:<{_LABEL}}" + "".join(f" {cell:>11}" for cell in cells)
 
 
 def _ms(value_s: float | None) -> str:

@@ -82,10 +82,12 @@ def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
     return [points[round(number * (len(points) - 1) / (most - 1))] for number in range(most)]
 
 
-def cumulative(values: Sequence[float]) -> list[Point]:
-    """Return for each value the share of values at or below it; empty without any."""
-    ordered = sorted(values)
-    return [(value, number / len(ordered)) for number, value in enumerate(ordered, start=1)]
+def cumulative(values: Sequence[float], of: int | None = None) -> list[Point]:
+    """Return for each value the share of values at or below it; empty without any.
+
+    of   what the shares are of, at least as many as there are values; None: of the values
+    """
+    return [(value, number / (of or len(values))) for number, value in enumerate(sorted(values), start=1)]
 
 
 def draw(chart: Chart) -> str:
@@ -132,7 +134,8 @@ def _labels(chart: Chart) -> list[str]:
 
 def _drawn(series: Series, number: int, x_axis: _Axis, y_axis: _Axis) -> str:
     colour = f"c{number % _COLOURS}"
-    marked = series.kind == "points" or (series.kind == "line" and len(series.points) <= _MARKED_POINTS)
+    few = len(series.points) <= (_MARKED_POINTS if series.kind == "line" else 1)  # a single step has no length
+    marked = series.kind == "points" or few
     dots = "".join(
         f'<circle class="{colour} dot" cx="{x_axis.place(x)}" cy="{y_axis.place(y)}" r="3">'
         f"<title>{escape(series.name)}: {x:.4g}, {y:.4g}</title></circle>"

@@ -10,6 +10,9 @@ from urllib.parse import urlsplit
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.load.requests import Request
 
+_OURS = (  # fields of a request that the harness sets, or that would make it more than one answer
+    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "stream", "stream_options", "n", "best_of",
+)  # fmt: skip
 _NAMED = re.compile(r"([\w.@+-]+)=(https?://.*)", re.DOTALL)
 
 
@@ -62,13 +65,16 @@ class Target:
     retries: int = 0  # further attempts if one ends before its first token because the server is unavailable, >= 0
     retry_wait_s: float = 0.5  # before the first of them; each further wait is twice as long
     api_key: str | None = field(default=None, repr=False)
-    extra_body: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request, none of `_OURS`
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < float("inf"):
             raise ConfigError(f"timeout={self.timeout_s}: must be above 0 s, finite")
         if self.retries < 0:
             raise ConfigError(f"retries={self.retries}: must be 0 or more")
+        for name in self.extra_body:
+            if name in _OURS:
+                raise ConfigError(f"extra-body={name}: must be none of {', '.join(_OURS)}, by which we measure")
 
     @property
     def url(self) -> str:

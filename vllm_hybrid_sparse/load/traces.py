@@ -7,7 +7,7 @@
 prompt | messages   exactly one of them: text, token ids, or chat messages
 max_tokens          at least 1
 ignore_eos          optional, default false
-arrival_s           optional, seconds from the start of the recording, ascending
+arrival_s           optional, seconds by the clock of the recording, ascending; its first request is sent at once
 group               optional: requests of one group begin with the same text
 source              optional: what made the request, by which the report counts it
 

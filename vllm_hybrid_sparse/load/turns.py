@@ -18,8 +18,9 @@ class Load:
     """The requests, and what to do before they are sent."""
 
     requests: tuple[Request, ...]  # not empty
-    salt: str | None  # every prompt of a run begins with a line made from this and the run's name, so that no run finds
-    # prefixes cached by another one, or by an earlier measurement with another salt; None: prompts stay as they are
+    salt: str | None  # every prompt of a run begins with a line made from this and the names of server and run, so that
+    # no run finds prefixes cached by another one, by one on a server that shares its cache, or by an earlier
+    # measurement with another salt; None: prompts stay as they are
     spares_groups: bool = False  # no salt for token ids, nor for requests of a group, which should find their prefix
     prime: bool  # before a run, have the first request of each group read
     warm_up: int = 4  # requests sent alone before the first run, of lengths spread over the trace's, >= 1
@@ -33,11 +34,11 @@ class Load:
         if self.warm_up_tokens < 2:
             raise ConfigError(f"warm-up-tokens={self.warm_up_tokens}: must be at least 2")
 
-    def of_run(self, name: str) -> list[Request]:
-        """Return the requests of the run called `name`, the same for every server."""
+    def of_run(self, name: str, side: str) -> list[Request]:
+        """Return the requests of the run called `name` on the server called `side`: but for the salt, all servers'."""
         if self.salt is None:
             return list(self.requests)
-        salt = salt_for(self.salt, name)
+        salt = salt_for(self.salt, side, name)
         return [request if self.leaves(request) else request.salted(salt) for request in self.requests]
 
     def leaves(self, request: Request) -> bool:
@@ -54,9 +55,9 @@ class Load:
         """Return this load with its first `count` requests only."""
         return replace(self, requests=self.requests[:count])
 
-    def alone(self) -> list[Request]:
-        """Return the requests of the warm-up: from the shortest prompt to the longest at even distances."""
-        ordered = sorted(self.of_run("warm-up"), key=Request.size)
+    def alone(self, side: str) -> list[Request]:
+        """Return a server's requests of the warm-up: from the shortest prompt to the longest at even distances."""
+        ordered = sorted(self.of_run("warm-up", side), key=Request.size)
         count = min(self.warm_up, len(ordered))
         places = [round(step * (len(ordered) - 1) / max(1, count - 1)) for step in range(count)]
         return [
@@ -83,7 +84,7 @@ class Results:
 
 async def prepare(side: Side, load: Load, *, stop: asyncio.Event, say: Say) -> None:
     """Have prefixes read and measure requests that the server serves alone; ends early once `stop` is set."""
-    alone = load.alone()
+    alone = load.alone(side.name)
     if load.prime:
         await side.prime(alone if load.primes_each_run else load.requests, stop=stop, say=say)
     await side.warm_up(alone, stop=stop, say=say)
@@ -95,7 +96,7 @@ async def run_once(
     results: Results, load: Load, schedule: Schedule, name: str, *, stop: asyncio.Event, say: Say
 ) -> Measured:
     """Do one run on one server and add it to its results."""
-    side, requests = results.side, load.of_run(name)
+    side, requests = results.side, load.of_run(name, results.side.name)
     if load.primes_each_run:
         await side.prime(requests, stop=stop, say=say)
 
@@ -131,7 +132,10 @@ async def rounds(
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How a server compares with the reference in one figure; above 1 the server is the better one."""
+    """How a server compares with the reference in one figure; above 1 the server is the better one.
+
+    Latencies are of the requests that each of them answered.
+    """
 
     figure: str
     reference: float

@@ -108,6 +108,15 @@ def test_a_report_under_the_limits_of_another_stock_is_refused(tmp_path: Path) -
         kept_report("topk-5", options)
 
 
+def test_a_report_of_arrivals_that_were_not_rescaled_is_refused(tmp_path: Path) -> None:
+    options = options_of(tmp_path)
+    older = measured_with("stock", options)
+    del older["arrivals"]
+    keep("stock", options, measured_with=older)
+    with pytest.raises(OtherOptionsError, match=r"stock\.json: was measured .*arrivals"):
+        kept_report("stock", options)
+
+
 def test_a_report_that_says_nothing_of_its_options_is_refused(tmp_path: Path) -> None:
     keep("stock", options_of(tmp_path), measured_with=None)
     with pytest.raises(OtherOptionsError, match=r"stock\.json: does not say what it was measured with"):
