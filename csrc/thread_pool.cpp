@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <climits>
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -136,18 +137,24 @@ void ThreadPool::run_session(void (*body)(void*), void* context) {
     void (*body)(void*);
     void* context;
     uint32_t session;
-  } region = {this, body, context, session};
+    std::exception_ptr error;  // out of body; unwinding through GNU OpenMP's frames would leave its region open for ever
+  } region = {this, body, context, session, nullptr};
   gomp_parallel()(
       [](void* data) {
-        const Region& r = *static_cast<Region*>(data);
+        Region& r = *static_cast<Region*>(data);
         if (openmp_thread_number() == 0) {
           const Closing closing{r.pool->closed_, r.session};
-          r.body(r.context);
+          try {
+            r.body(r.context);
+          } catch (...) {
+            r.error = std::current_exception();
+          }
         } else {
           r.pool->help_until_closed();
         }
       },
       &region, static_cast<unsigned>(num_threads_), 0);
+  if (region.error) std::rethrow_exception(region.error);
 }
 
 // Takes and runs one task of the current phase. The claim succeeds only while `next_` is unchanged since the phase was

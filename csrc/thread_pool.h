@@ -37,8 +37,8 @@ class ThreadPool {
   int size() const { return num_threads_; }
   Helpers helpers() const { return helpers_; }
 
-  // Runs body on the calling thread with the helpers standing by. Not reentrant; one caller at a time. With own helpers an
-  // exception out of body ends the session like its end does, and goes on to the caller.
+  // Runs body on the calling thread with the helpers standing by. Not reentrant; one caller at a time. An exception out of
+  // body ends the session like its end does, and goes on to the caller.
   template <class Body>
   void session(Body&& body) {
     run_session([](void* context) { (*static_cast<std::remove_reference_t<Body>*>(context))(); }, &body);

@@ -1,11 +1,17 @@
 """Starting, waiting for and stopping a server, on stand-ins for `vllm serve`."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +36,10 @@ STUBBORN_CHILD = """
 ENDS_AT_ONCE = """
     print("no such model", flush=True)
     raise SystemExit(3)
+"""
+KILLED = """
+    import os
+    os.kill(os.getpid(), 9)
 """
 FAILS_INSIDE = """
     print("(Worker pid=7) ERROR 11-22 22:16:08 [core.py:9] Traceback (most recent call last):")
@@ -109,6 +119,52 @@ def test_early_end_is_an_error_with_status_and_log(tmp_path: Path) -> None:
     assert "no such model" in str(caught.value)
 
 
+def test_early_end_by_a_signal_says_which(tmp_path: Path) -> None:
+    with StandIn(KILLED, tmp_path / "server.log") as server, pytest.raises(ServerError, match="ended with status -9 "):
+        server.wait_ready(30)
+
+
+@contextmanager
+def answering(reply: bytes) -> Iterator[int]:
+    """A port of the loopback address where every question gets these bytes, and the connection ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return  # it was shut down
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc", b"SSH-2.0-other\r\n", b""],
+    ids=["cut", "other", "none"],
+)
+def test_metrics_that_are_cut_off_or_no_http_are_an_error(reply: bytes, tmp_path: Path) -> None:
+    with answering(reply) as port:
+        server = Server("model", [], {}, tmp_path / "absent.log", port=port)
+        with pytest.raises(ServerError, match="/metrics does not answer"):
+            server.metrics()
+
+
+def test_a_port_that_something_else_has_is_no_healthy_server(tmp_path: Path) -> None:
+    with answering(b"SSH-2.0-other\r\n") as port:
+        assert not Server("model", [], {}, tmp_path / "absent.log", port=port)._healthy()
+
+
 def test_the_first_errors_are_named_though_the_log_goes_on_for_long(tmp_path: Path) -> None:
     with StandIn(FAILS_INSIDE, tmp_path / "server.log") as server, pytest.raises(ServerError) as caught:
         server.wait_ready(30)
@@ -146,6 +202,54 @@ def test_stop_kills_what_is_deaf_in_its_group(tmp_path: Path, monkeypatch: pytes
     while is_running(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def ended(server: Server) -> int:
+    """The process id of a server that was seen to have ended."""
+    assert server._process is not None
+    deadline = time.monotonic() + 30
+    while server.running():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return server._process.pid
+
+
+def test_what_is_killed_still_has_the_number_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended long ago, so its number could be another's by now if it had been reaped."""
+    killed: list[tuple[int, int, bool]] = []
+    monkeypatch.setattr(os, "killpg", lambda group, by: killed.append((group, by, Path(f"/proc/{group}").exists())))
+    with StandIn(ENDS_AT_ONCE, tmp_path / "log") as server:
+        pid = ended(server)
+        with pytest.raises(ServerError, match="status 3"):
+            server.wait_ready(30)
+    assert killed == [(pid, signal.SIGKILL, True)]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_server_that_something_else_has_reaped_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signals: list[Any] = []
+    with StandIn(ENDS_AT_ONCE, tmp_path / "log") as server:
+        os.waitpid(ended(server), 0)
+        assert not server.running()
+        monkeypatch.setattr(os, "killpg", lambda *sent: signals.append(sent))
+        monkeypatch.setattr(os, "kill", lambda *sent: signals.append(sent))
+    assert signals == []
+
+
+def test_processes_that_may_not_be_looked_at_are_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_text
+
+    def hidden(path: Path, *given: Any, **named: Any) -> str:
+        if path == Path("/proc/1/stat"):
+            raise PermissionError(13, "Permission denied")
+        return read(path, *given, **named)
+
+    with StandIn(SILENT, tmp_path / "log") as server:
+        monkeypatch.setattr(Path, "read_text", hidden)
+        server.stop()
+        assert not server.running()
 
 
 def test_a_process_with_half_a_character_in_its_name_is_in_nobodys_way(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import pytest
 import torch
 
 from vllm_hybrid_sparse import _native
@@ -40,3 +42,41 @@ def test_threads_that_cannot_be_started_are_an_error_that_says_so() -> None:
     ended = subprocess.run([sys.executable, "-c", _WITHOUT_THREADS], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("num_threads=8: only 1 threads can be started (")
+
+
+_THROWS = """
+import ctypes, resource
+from pathlib import Path
+import torch
+from tests.kernels.served_layer import ServedLayer, Shape
+from vllm_hybrid_sparse import _native
+from vllm_hybrid_sparse.kernels.paged_attention import native
+from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec
+
+torch.set_num_threads(2)
+native.make_thread_pool = lambda threads: _native.ThreadPool(2, helpers=_native.Helpers.openmp)
+layer = ServedLayer(Shape(summary="none"), num_blocks=4, salience=SalienceSpec(), retained=RetainedSet())
+request = layer.start()
+request.slot = 0
+layer.step([(request, 20)], decode=False)
+request.slot = 2**28  # states of that many requests: 2 GiB of pointers
+held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + 2**29, held + 2**29))
+try:
+    layer.step([(request, 1)])
+except MemoryError:
+    print("level", ctypes.CDLL(None).omp_get_level())
+request.slot = 0
+layer.step([(request, 1)])
+print("served")
+"""
+
+
+@pytest.mark.skipif(not _native.openmp_is_loaded(), reason="torch's OpenMP is not GNU's here")
+def test_an_error_in_a_session_of_borrowed_threads_ends_their_parallel_region() -> None:
+    """Otherwise all that the thread computes from then on lies inside that region, and is serial."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _THROWS], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split("\n") == ["level 0", "served", ""]

@@ -1,6 +1,7 @@
 """The order of queues, without a GPU: no work on a GPU may overlap with work that writes what it reads."""
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.runtime.test_cuda_layer import model_of
 from tests.runtime.test_step import POLICIES, serve, smallest_pool
 from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
+from vllm_hybrid_sparse.memory import transfers
 from vllm_hybrid_sparse.memory.cuda_pool import CudaPool
 from vllm_hybrid_sparse.memory.transfers import Loader
 from vllm_hybrid_sparse.memory.write_through import WriteThrough
@@ -129,6 +131,46 @@ def test_frames_that_are_taken_too_early_are_noticed(
     with model_of(RESIDENT, layers=2) as model:
         come_and_go(model)
     assert any(found.startswith(race) for found in machine.races)
+
+
+@pytest.mark.parametrize("settings", [RESIDENT, {**RESIDENT, "device_ranking": "device"}], ids=["host", "device"])
+def test_a_frame_that_is_half_filled_goes_to_another_block_behind_its_copies(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer's second copy fails. In the next step a resident row begins a block in the frame."""
+    machine = watch(monkeypatch)
+    monkeypatch.setattr(transfers, "COPY_PAGES", 2)  # the pages of one KV head
+    with model_of(settings, layers=2) as model:
+        pool, residency = model.tier.pool, model.tier.residency
+        assert residency is not None
+        one, other = model.start(), model.start()
+        model.step([(one, 61)], decode=False)
+        model.step([(one, 1)])
+        model.step([(one, 1), (other, 10)])
+        frames = []
+
+        def half_way(self: Loader, fill: Any) -> Any:
+            frames.extend(fill.frames.tolist())
+            copies = [OSError("uncorrectable memory error"), pool.fill] if fill.layer == 1 else [pool.fill] * 2
+
+            def next_copy(*given: Any) -> None:
+                copy = copies.pop()
+                if isinstance(copy, OSError):
+                    raise copy
+                copy(*given)
+
+            with patch.object(pool, "fill", next_copy):
+                return fill_frames(self, fill)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(Loader, "_fill_frames", half_way)
+            model.step([(one, 1), (other, 1)])
+        model.step([(one, 1)])
+        assert len(one[0].key) == 65
+        assert residency._blocks.frames_of(np.array(one[0].blocks[-1:])).tolist() == frames[-1:]
+        assert model.tier.failures == 1
+    assert machine.races == []
+    assert machine.accesses > 50
 
 
 def no_mark(self: Any) -> None:

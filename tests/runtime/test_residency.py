@@ -215,6 +215,63 @@ def test_blocks_that_others_write_leave_their_frames(device: str) -> None:
         assert [decode(model, one) for _ in range(2)] == [[False], [True]]
 
 
+def resident_in_anothers_blocks(model: TieredModel, another: int, tokens: int) -> list[Request]:
+    """A resident request whose next blocks were those of another, which left all of its pages in single slots."""
+    (other,) = begin(model, another)
+    assert decode(model, other) == [False]
+    assert len(other[0].blocks) > of(model)._most_frames
+    (one,) = begin(model, tokens)
+    finish(model, other)
+    assert [decode(model, one) for _ in range(2)] == [[False], [True]]
+    return one
+
+
+@DEVICES
+def test_a_block_that_a_resident_row_begins_has_no_page_of_its_last_request_in_a_slot(device: str) -> None:
+    """Otherwise the row would read these pages as soon as it is two-tier again."""
+    with model_of(device, frames=6, paged=96) as model:
+        one = resident_in_anothers_blocks(model, 210, 94)
+        assert [decode(model, one) for _ in range(2)] == [[True]] * 2
+        assert len(one[0].key) == 98  # a block has begun
+        model.tier.forget_blocks(one[0].blocks[:1])
+        assert decode(model, one) == [False]
+
+
+@DEVICES
+def test_a_row_that_runs_out_of_frames_reads_what_it_wrote_to_them(device: str) -> None:
+    """A block begins and is filled while it is resident, and the next one finds no frame."""
+    with model_of(device, frames=2, paged=96) as model:
+        one = resident_in_anothers_blocks(model, 100, 30)
+        while len(one[0].key) < 64:
+            assert decode(model, one) == [True]
+        assert [decode(model, one) for _ in range(2)] == [[False]] * 2
+
+
+def test_a_second_turn_reads_what_a_resident_row_wrote() -> None:
+    """The request finds the block in the prefix cache, and its first decode row is two-tier."""
+    with model_of("emulated", frames=8, paged=96) as model:
+        one = resident_in_anothers_blocks(model, 300, 62)
+        while len(one[0].key) < 96:
+            assert decode(model, one) == [True]
+        turn = model.start()
+        for of_layer, of_one in zip(turn, one, strict=True):
+            of_layer.key, of_layer.value, of_layer.blocks = of_one.key, of_one.value, list(of_one.blocks)
+        model.step([(turn, 9)], decode=False)
+        assert decode(model, turn) == [False]
+        assert decode(model, turn) == [True]
+
+
+@DEVICES
+def test_blocks_begun_beside_ranked_rows_have_no_old_page_in_a_slot(device: str) -> None:
+    """There the device's own directory forgets every page that a decode row begins."""
+    with model_of(device, frames=6, paged=96, **POLICIES["codes"], device_ranking="device") as model:
+        one = resident_in_anothers_blocks(model, 210, 94)
+        while len(one[0].key) < 114:  # the block's second page has begun
+            assert decode(model, one) == [True]
+        model.tier.forget_blocks(one[0].blocks[:1])
+        assert decode(model, one) == [False]
+
+
 @DEVICES
 def test_what_can_not_be_loaded_stays_on_the_host(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with model_of(device, paged=512) as model:

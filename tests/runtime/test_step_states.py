@@ -21,6 +21,7 @@ SETTINGS = (
     {"policy": "dense", "device_pool_pages": 50, "device_eviction": "lru", "host_share": "length"},
     {"policy": "topk", "topk_pages": 3, "summary": "minmax", "device_pool_pages": 40, "host_share": "queue"},
     {"policy": "progressive", "threshold": 1.0, "microbatch_pages": 2, "device_pool_pages": 8, "host_share": "uniform"},
+    {"policy": "dense", "device_pool_pages": 88, "device_resident_share": 0.28},  # three frames of eight slots
 )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import http.client
 import os
 import re
 import secrets
@@ -10,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,11 +25,13 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
 _METRICS_TIMEOUT_S = 10.0
 _GRACE_S = 30.0  # time for the engine to finish and write its last log lines
+_LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT  # whether a child has ended, without reaping it
 _SERVER_PORTS = range(20000, 30000)
 _PORT_TRIES = 100
 # The last line of a traceback, after the prefix that vLLM adds: "(Worker pid=7) ERROR … [core.py:9] ValueError: …".
 _EXCEPTION = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .*)")
 _ERRORS_SHOWN = 3
+_NO_ANSWER = (OSError, http.client.HTTPException)  # none at all, or one that is cut off or no HTTP
 _ASK = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # a proxy does not know our loopback address
 
 
@@ -64,16 +66,32 @@ def _end_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _group_alive(group: int) -> bool:
-    """Return whether a process of the group still runs; one that ended but was not reaped does not count.
+def _status(child: int) -> int | None:
+    """Return the status of a child that has ended, negative if a signal ended it; None while it runs.
 
-    The engine and its workers outlive the API server for a moment, in which they write their last log lines.
+    The child is not reaped, so its id, and that of its group, cannot become another process's. If something else has
+    reaped it, its status is unknown, and taken as 0.
+    """
+    try:
+        ended = os.waitid(os.P_PID, child, _LOOK)
+    except ChildProcessError:
+        return 0
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _group_alive(group: int) -> bool:
+    """Return whether a process of the group is seen to run; one that ended but was not reaped does not count.
+
+    The engine and its workers outlive the API server for a moment, in which they write their last log lines. A process
+    that we may not look at (`hidepid`) is passed over.
     """
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _parent, its_group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it ended while we looked, or is another user's
         if int(its_group) == group and state not in "ZX":
             return True
     return False
@@ -144,8 +162,8 @@ class Server:
         begun = time.monotonic()
         while True:
             waited_s = time.monotonic() - begun
-            if self._process.poll() is not None:
-                raise self.failure(f"ended with status {self._process.returncode} before it was ready")
+            if (status := _status(self._process.pid)) is not None:
+                raise self.failure(f"ended with status {status} before it was ready")
             if self._healthy():
                 return waited_s
             if waited_s > timeout_s:
@@ -154,23 +172,26 @@ class Server:
 
     def running(self) -> bool:
         """Return whether the process was started and has not ended."""
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and _status(self._process.pid) is None
 
     def stop(self) -> None:
         """End the server: ask it to end, then kill what is left of its process group.
 
-        Does nothing if the server is not started or already stopped.
+        Does nothing if the server is not started or already stopped. The server's process is reaped last, so that what
+        is killed is its group and never one that was given its number later.
         """
         process, self._process = self._process, None
         if process is None:
             return
         try:
             deadline = time.monotonic() + _GRACE_S
-            process.terminate()
-            while (process.poll() is None or _group_alive(process.pid)) and time.monotonic() < deadline:
+            if _status(process.pid) is None:
+                os.kill(process.pid, signal.SIGTERM)  # Popen's own `terminate` would reap it
+            while (_status(process.pid) is None or _group_alive(process.pid)) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # nothing of the group may be left
+            with contextlib.suppress(ChildProcessError):  # something else reaped it: its number may be another's
+                os.waitid(os.P_PID, process.pid, _LOOK)
                 os.killpg(process.pid, signal.SIGKILL)  # start_new_session made the pid the group's id
             process.wait()
 
@@ -179,7 +200,7 @@ class Server:
         try:
             with _ASK(f"http://{HOST}:{self.port}/metrics", timeout=_METRICS_TIMEOUT_S) as answer:
                 return str(answer.read().decode("utf-8"))
-        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+        except _NO_ANSWER as error:
             raise self.failure(f"/metrics does not answer ({error})") from error
 
     def log_tail(self, lines: int = 40) -> str:
@@ -209,7 +230,7 @@ class Server:
         try:
             with _ASK(f"http://{HOST}:{self.port}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
+        except _NO_ANSWER:
             return False
 
     def __enter__(self) -> Self:

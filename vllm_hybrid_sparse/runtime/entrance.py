@@ -93,6 +93,7 @@ class Entrance:
             except LoadError as error:
                 failures.append(error)
                 complete = False
+                ready = self._loader.pool.mark()  # behind its copies that were launched: its frames go to other blocks
         if complete and not awaited and ready is not None and not ready.passed():
             return _NO_BLOCKS  # so that rows already resident do not wait for it
         self.ready = ready

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.memory.block_frames import BlockFrames, FrameShape
 from vllm_hybrid_sparse.memory.host_pages import HostPages
+from vllm_hybrid_sparse.memory.page_keys import block_page_numbers
 from vllm_hybrid_sparse.memory.queues import Mark, current_queue
 from vllm_hybrid_sparse.memory.step_tensors import StepTensors
 from vllm_hybrid_sparse.memory.transfers import Loader
@@ -100,6 +101,7 @@ class Residency:
         self.shape = shape
         self._sources, self._most_frames = sources, most_frames
         self._slots: SlotRuns = loader if slots is None else slots
+        self._loader = loader
         pool = loader.pool
         self._tensors = StepTensors(pool.key.device)
         self._frames = [(shape.view(pool.key, layer), shape.view(pool.value, layer)) for layer in range(shape.layers)]
@@ -187,14 +189,30 @@ class Residency:
         whole = [of_row[: len(of_row) - begin] for of_row, begin in zip(blocks, begins, strict=True)]
         resident = np.array([not self._lacking(of_row).any() for of_row in whole], dtype=np.bool_)
         self._use(whole, resident)
+        begun = [np.empty(0, dtype=np.int64)]
         for row in np.flatnonzero(resident & np.array(begins, dtype=np.bool_)).tolist():
             tail = blocks[row][-1:]
             self._drop(tail)  # from the request that had the block before
-            if not self._give(tail):
+            if self._give(tail):
+                begun.append(tail)
+            else:
                 resident[row] = False
                 self._blocks.use(whole[row], self._step - 1)  # others may have its frames
                 self._use(whole, resident)
+        self._free_slots(np.concatenate(begun))
         return resident
+
+    def _free_slots(self, blocks: NDArray[np.int64]) -> None:
+        """Free single slots with pages of blocks that resident rows begin.
+
+        The requests that had the blocks before may have left pages there. What resident rows write goes to the host
+        store and to frames, so a load would find the old pages. No wait: the loader does all loads after this. If the
+        device has its own directory, that forgets every page that a decode row begins (`ranking.py`).
+        """
+        if self._slots is self._loader and len(blocks):
+            of_block, layers = self.shape.pages_per_block, range(self.shape.layers)
+            pages = [block_page_numbers(layer, self.shape.kv_heads, blocks, of_block) for layer in layers]
+            self._loader.forget(np.stack(pages))
 
     def _use(self, blocks: Sequence[NDArray[np.int64]], resident: NDArray[np.bool_]) -> None:
         for row in np.flatnonzero(resident).tolist():

@@ -104,8 +104,9 @@ class TieredLayer:
         self._tier.device.attend_frames(query, frames, rows, output, self._attention.scale)
 
     def _write_through(self, key: Tensor, value: Tensor, layer: int, batch: TieredBatch) -> None:
-        """Keep the pool true: drop pages that prefill has written, and write a decode row's token to the pool as well.
+        """Keep the pool true: drop pages that prefill has written, and write two-tier rows' tokens to the pool as well.
 
+        Pages that resident rows write have no single slots: `Residency` and `Loader.fill_frames` have freed them.
         If the device ranks, it is told of written pages once a step, and gets codes here for those that may be full.
         """
         if self._tier.ranking is not None:
