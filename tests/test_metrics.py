@@ -119,3 +119,16 @@ def test_a_device_has_a_line_of_its_own_which_begins_anew_too() -> None:
     ]
     interval.add(STEP, TierStats(), 2000.0)
     assert len(interval.take(packed_bytes=0)) == 1
+
+
+def test_what_is_not_known_of_a_device_is_a_dash() -> None:
+    """Rows that the device ranks or reads by itself are not timed, and its directory does not tell what it evicts."""
+    ranked = TierStats(groups=4, ranked_groups=4, pages_wanted=10, pages_hit=9, pages_fetched=1)
+    assert ranked.describe() == (
+        "hybrid_sparse: device pool hit 90.0 % of 10 pages (1 fetched, - evicted, 0 wasted); 4 groups ranked by the "
+        "device; 0 of 4 groups and 0 pages on the host; 0 microbatches, 0 early stops, kept mass -; device idle -, "
+        "host busy -; 0 failed loads"
+    )
+    resident = TierStats(groups=4, resident_groups=4, pages_evicted=3)
+    assert "3 evicted" in resident.describe()
+    assert "device idle -, host busy -" in resident.describe()

@@ -58,6 +58,8 @@ class HybridSparseConfig(Settings):
             return None
         if self.device == "cuda" and name == "device_resident_share" and self.device_pool == "unified":
             return CUDA_RESIDENT_SHARE
+        if self.policy == "fluxion" and name == "host_share":
+            return "queue"
         if self.device == "cuda" and name == "device_ranking" and not self._ranked_by_host_because():
             return "device"
         return setting.default

@@ -92,7 +92,7 @@ class TierStats:
     pages_wanted: int = 0  # asked of the pool: retained set and selected pages
     pages_hit: int = 0  # wanted pages that the device had
     pages_fetched: int = 0  # wanted pages that were copied from the host store
-    pages_evicted: int = 0  # pages that made room for fetched ones
+    pages_evicted: int = 0  # pages that made room for fetched ones; not known, and 0, where the device ranks pages
     pages_wasted: int = 0  # wanted, but the group had enough before they were attended
     resident_groups: int = 0  # groups of rows that the device read by itself, since it had all their blocks
     ranked_groups: int = 0  # groups of rows whose pages the device chose; what they read is counted a little later
@@ -114,10 +114,14 @@ class TierStats:
         )
 
     def describe(self) -> str:
-        """One line for a log."""
+        """One line for a log. A dash stands for what is not known.
+
+        Those are times without a two-tier row, which alone is timed, and evictions if the device ranks.
+        """
         hit = 100.0 * self.pages_hit / self.pages_wanted if self.pages_wanted else 0.0
-        idle = 100.0 * (1 - self.device_busy_s / self.step_s) if self.step_s else 0.0
-        host = 100.0 * self.host_busy_s / self.step_s if self.step_s else 0.0
+        idle = f"{100.0 * (1 - self.device_busy_s / self.step_s):.0f} %" if self.step_s else "-"
+        host = f"{100.0 * self.host_busy_s / self.step_s:.0f} %" if self.step_s else "-"
+        evicted = "-" if self.ranked_groups else str(self.pages_evicted)
         kept = f"{self.kept_mass / self.looked_groups:.3f}" if self.looked_groups else "-"
         whole = ""
         if self.resident_groups or self.blocks_entered:
@@ -126,10 +130,10 @@ class TierStats:
             whole += f"{self.ranked_groups} groups ranked by the device; "
         return (
             f"hybrid_sparse: device pool hit {hit:.1f} % of {self.pages_wanted} pages ({self.pages_fetched} fetched, "
-            f"{self.pages_evicted} evicted, {self.pages_wasted} wasted); "
+            f"{evicted} evicted, {self.pages_wasted} wasted); "
             f"{whole}{self.groups_on_host} of {self.groups} groups and {self.pages_on_host} pages on the host; "
             f"{self.microbatches} microbatches, {self.early_stops} early stops, kept mass {kept}; "
-            f"device idle {idle:.0f} %, host busy {host:.0f} %; {self.failed_loads} failed loads"
+            f"device idle {idle}, host busy {host}; {self.failed_loads} failed loads"
         )
 
 

@@ -19,7 +19,7 @@ DEVICE_POOLS = ("unified", "per_layer")
 DEVICE_EVICTIONS = ("cyclic", "lru", "fifo")
 DEVICE_RANKINGS = ("host", "device")
 DEVICE_GRAPHS = ("on", "off")
-HOST_SHARES = ("none", "uniform", "length", "queue")
+HOST_SHARES = ("none", "uniform", "length", "queue", "all")
 ADMISSIONS = ("working_set", "none")
 CUDA_RESIDENT_SHARE = 0.75
 """The remaining quarter is for requests that do not fit. This was reasoned, not measured."""
@@ -276,8 +276,9 @@ class Settings:
         "none",
         HOST_SHARES,
         "which groups of query heads the host computes while the device computes the others: none; uniform, every "
-        "second one; length, the longest rows; queue, what the host takes from a queue that both share (Fluxion); with "
-        "hgca the device always has the window and the host the rest",
+        "second one; length, the longest rows; queue, what the host takes from a queue that both share (Fluxion); all, "
+        "every one, so that the device reads the retained set alone; with fluxion the default is queue; with hgca the "
+        "device always has the window and the host the rest",
         policies=(*PAGE_POLICIES, "fluxion"),
         devices=TIERED_DEVICES,
     )
@@ -304,7 +305,7 @@ class Settings:
         ADMISSIONS,
         "which requests run side by side: working_set, at least one, and only as many as have room in the pool for the "
         "pages that a step begins with, while the others wait in order (PSA); none, as many as vLLM admits, which on "
-        "cuda is also the case if device_pool_pages is not set",
+        "cuda is also the case until the first step is done if device_pool_pages is not set",
         devices=TIERED_DEVICES,
     )
     log_interval_s: float = setting_field(

@@ -192,22 +192,11 @@ class GroupKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTask:
-    """What one group of one decode row may read of its candidates."""
+    """What one group of one decode row may read of its candidates, which are ranked by now."""
 
     group: GroupKey
-    pages: int
+    pages: int  # at most; all that is left to do for the group is to attend to them
     missing: int = 0  # how many of the pages the device does not hold
-    scored: int = 0  # candidates whose summaries were scored
-
-    @property
-    def volume_pages(self) -> float:
-        """What the task reads, in pages; tasks are ordered by it.
-
-        This is like V(blk) of Fluxion's eq. 3, with the group's pages in place of its heads' budgets. But the first
-        term is that of blk = 16, whatever the granularity: each summary counts as a sixteenth of a page, as Quest's
-        bounds do (two vectors, where a page has 32), and key codes count as much.
-        """
-        return self.scored / PAGE_TOKENS + self.pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

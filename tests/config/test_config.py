@@ -216,7 +216,7 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
         ({"num_threads": [2]}, "hybrid_sparse.num_threads=[2]: must be a whole number, 0 to 1024"),
         ({"device": "emulated", "admission": "all"}, "hybrid_sparse.admission='all': must be one of working_set, none"),
         ({"device": "gpu"}, "hybrid_sparse.device='gpu': must be one of none, emulated, cuda"),
-        ({"device": "emulated", "host_share": "all"}, "hybrid_sparse.host_share='all': must be one of none, uniform"),
+        ({"device": "emulated", "host_share": "some"}, "hybrid_sparse.host_share='some': must be one of none, uniform"),
         ({"log_interval_s": -1}, "hybrid_sparse.log_interval_s=-1: must be 0 or more, finite"),
         ({"log_interval_s": float("inf")}, "hybrid_sparse.log_interval_s=inf: must be 0 or more, finite"),
         ({"log_interval_s": 10**400}, "hybrid_sparse.log_interval_s=1000"),
@@ -323,9 +323,22 @@ def test_the_slots_of_a_gpu_are_counted_by_its_worker_unless_they_are_given() ->
 
 
 @pytest.mark.parametrize("device", ["emulated", "cuda"])
+def test_fluxion_s_host_takes_from_the_queue_unless_the_user_says_otherwise(device: str) -> None:
+    """Fluxion, section 6.2. Its rows are neither resident nor ranked by the device, which `host_share` would forbid."""
+    fluxion = HybridSparseConfig(policy="fluxion", device=device)
+    assert fluxion.host_share == "queue"
+    assert (fluxion.device_ranking, fluxion.device_resident_share) == (None, None)
+    assert HybridSparseConfig(policy="fluxion", device=device, host_share="none").host_share == "none"
+    assert HybridSparseConfig(policy="fluxion").host_share is None
+    others = [HybridSparseConfig(policy=policy, device=device) for policy in ("dense", "topk", "progressive")]
+    assert [other.host_share for other in others] == ["none"] * 3
+    assert [other.device_ranking for other in others] == ["device" if device == "cuda" else "host"] * 3
+
+
+@pytest.mark.parametrize("device", ["emulated", "cuda"])
 def test_hgca_divides_a_device_s_work_by_itself(device: str) -> None:
-    shared = HybridSparseConfig.from_mapping({"policy": "fluxion", "device": device, "host_share": "queue"})
-    assert shared.host_share == "queue"
+    shared = HybridSparseConfig.from_mapping({"policy": "fluxion", "device": device, "host_share": "uniform"})
+    assert shared.host_share == "uniform"
     assert HybridSparseConfig.from_mapping({"policy": "hgca", "device": device}).host_share is None
     refusal = refusal_of({"policy": "hgca", "device": device, "host_share": "queue"})
     assert refusal.startswith(

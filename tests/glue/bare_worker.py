@@ -17,7 +17,7 @@ def bare_worker(**attributes: Any) -> HybridSparseCPUWorker:
     worker.model_runner = SimpleNamespace(
         input_batch=SimpleNamespace(generators={}), discard_request_mask=SimpleNamespace(np=no_request)
     )
-    worker.parallel_config = SimpleNamespace(local_world_size=1, data_parallel_size_local=1)
+    worker.parallel_config = SimpleNamespace(local_world_size=1, data_parallel_size_local=1, numa_bind=False)
     worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
     for name, value in attributes.items():
         setattr(worker, name, value)

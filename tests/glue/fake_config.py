@@ -46,6 +46,8 @@ def cache_of(**changes: Any) -> Any:
         "cache_dtype": "auto",
         "block_size": None,
         "kv_offloading_size": None,
+        "kv_offloading_backend": "native",
+        "kv_cache_memory_bytes": None,
         "kv_sharing_fast_prefill": False,
     }
     return SimpleNamespace(**(given | changes))
@@ -54,10 +56,15 @@ def cache_of(**changes: Any) -> Any:
 def parallel_of(**changes: Any) -> Any:
     given: dict[str, Any] = {
         "worker_cls": "auto",
-        "world_size_across_dp": 1,
+        "local_world_size": 1,
         "tensor_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "data_parallel_size_local": 1,
+        "data_parallel_rank_local": None,
+        "data_parallel_external_lb": False,
+        "enable_elastic_ep": False,
         "use_ubatching": False,
         "enable_dbo": False,
         "ubatch_size": 0,

@@ -12,6 +12,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_hybrid_sparse.glue.worker_report import WorkerReport
+
 LAYERS, KV_HEADS = 3, 2
 BLOCK_TOKENS = 32
 
@@ -46,6 +48,7 @@ class Scheduled:
         self.begun: list[str] = []  # in the order in which they were first scheduled
         self.preempted: list[str] = []
         self.finished: list[str] = []
+        self.report: WorkerReport | None = None  # that a worker puts on every step's output
 
     def add(self, name: str, prompt_tokens: int, answer_tokens: int, priority: int = 0) -> None:
         """Have a request arrive."""
@@ -75,5 +78,7 @@ class Scheduled:
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=[[7] if name in whole else [] for name in names],
         )
+        if self.report is not None:
+            result = self.report.attach(result)
         for outputs in self.scheduler.update_from_output(output, result).values():
             self.finished += [one.request_id for one in outputs.outputs if one.finish_reason is not None]

@@ -13,6 +13,8 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 pytest.importorskip("vllm")
 
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -155,6 +157,27 @@ def test_a_model_that_chooses_for_itself_is_refused(
         setattr(layer, name, value)
     worker = bare_worker()
     worker.vllm_config.compilation_config.static_forward_context.update({"layers.0": layer, "others": object()})
+
+    with pytest.raises(ConfigError, match=refusal) if refusal else nullcontext():
+        worker.load_model()
+
+
+@pytest.mark.parametrize(
+    ("kind", "refusal"),
+    [
+        (AttentionLayerBase, r"^layers\.1: the model has it attend by CPUAttentionBackend, beside which"),
+        (MambaBase, None),
+    ],
+)
+def test_a_class_of_layers_of_the_model_s_own_is_refused_if_it_attends(
+    monkeypatch: pytest.MonkeyPatch, kind: type, refusal: str | None
+) -> None:
+    """As MiniMax-M3 has one. Layers that keep a state have backends of their own too, and are served."""
+    monkeypatch.setattr(CPUWorker, "load_model", lambda *_, **__: None)
+    layer_class = type("Own", (kind,), {"get_attn_backend": lambda _self: CPUAttentionBackend})
+    layer_class.__abstractmethods__ = frozenset()  # the rest is not asked for
+    worker = bare_worker()
+    worker.vllm_config.compilation_config.static_forward_context["layers.1"] = layer_class()
 
     with pytest.raises(ConfigError, match=refusal) if refusal else nullcontext():
         worker.load_model()

@@ -1,6 +1,8 @@
 """vLLM's GPU worker over a host store, without a GPU: tensors in CPU memory take its place."""
 
+import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,7 @@ from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadataBuilder
 from vllm_hybrid_sparse.glue.worker import one_of_each_storage
 from vllm_hybrid_sparse.glue.worker_report import take_report
 from vllm_hybrid_sparse.kernels.dense_attention.reference import attend_dense
+from vllm_hybrid_sparse.kernels.fallbacks import count_fallback, take_fallbacks
 from vllm_hybrid_sparse.metrics import Interval
 from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
 from vllm_hybrid_sparse.runtime.host import HostRuntime
@@ -251,9 +254,31 @@ def test_requests_are_served_from_what_the_scheduler_and_the_runner_say(served: 
     assert (tiers.groups, tiers.resident_groups) == (12 * KV_HEADS, 10 * KV_HEADS)
 
 
+def warm_up_as_vllm(worker: Worker) -> str:
+    """Stands for vLLM's warm-up, which ends by beginning to watch for compilations."""
+    worker._maybe_activate_jit_monitor()
+    return "times"
+
+
+def test_vllms_warm_up_ends_by_watching_for_compilations() -> None:
+    assert "_maybe_activate_jit_monitor" in inspect.unwrap(Worker.compile_or_warm_up_model).__code__.co_names
+
+
+def test_kernels_are_compiled_before_vllm_watches_for_compilations(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", warm_up_as_vllm)
+    monkeypatch.setattr(Worker, "_maybe_activate_jit_monitor", lambda _worker: done.append("vLLM watches"))
+    monkeypatch.setattr(served.runtime.cuda_layers, "warm_up", lambda: done.append("our kernels"))
+    assert served.worker.compile_or_warm_up_model() == "times"
+    assert done == ["our kernels", "vLLM watches"]
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN")  # of what the store holds before anything is stored
 def test_long_contexts_are_warmed_up_behind_vllms_own(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _worker: "times")
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", warm_up_as_vllm)
+    monkeypatch.setattr(Worker, "_maybe_activate_jit_monitor", lambda _worker: None)
     assert served.worker.compile_or_warm_up_model() == "times"
     test_requests_are_served_from_what_the_scheduler_and_the_runner_say(served)
 
@@ -269,11 +294,58 @@ def test_a_warm_up_that_fails_is_left_to_the_first_request(served: Served, monke
     def fail() -> None:
         raise TritonError("PTXAS error")
 
-    monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _worker: "times")
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", warm_up_as_vllm)
+    monkeypatch.setattr(Worker, "_maybe_activate_jit_monitor", lambda _worker: None)
     monkeypatch.setattr(served.runtime.cuda_layers, "warm_up", fail)
     monkeypatch.setattr(cuda_worker.logger, "warning", lambda text, *args: said.append(text % args))
+    take_fallbacks()
     assert served.worker.compile_or_warm_up_model() == "times"
+    assert take_fallbacks() == {"warm_up": 1}
     assert said == ["hybrid_sparse: kernels are compiled when they are first needed (PTXAS error)"]
+
+
+def test_nothing_is_reported_on_the_outputs_of_vllm_s_own_warm_up(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runner V2 warms up with steps of the worker's, whose outputs nobody reads: what is reported there is lost."""
+    own = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+    monkeypatch.setattr(Worker, "sample_tokens", lambda *_: own)
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda worker: worker.sample_tokens(None))
+    worker = served.worker
+    worker._interval, worker._logs, worker._reports, worker._host_kv_bytes = Interval(0.0), False, True, 5
+    served.runtime._layers = 1
+    served.step([("a", 40, True)], scheduled_new_reqs=[new_request("a", [6, 1])])
+    served.step([("a", 1, False)], scheduled_cached_reqs=cached({"a": None}))
+    take_fallbacks()
+    count_fallback("device_graphs")
+    assert worker.compile_or_warm_up_model().ec_connector_output is None
+    assert take_fallbacks() == {"device_graphs": 1}
+    assert worker._reports
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+def test_a_pool_s_size_is_told_where_profiling_found_it(
+    served: Served, profiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the worker that has the least: vLLM reads the output of one worker, and all agree once their pools exist."""
+    tier = served.runtime.device_tier
+    assert tier is not None
+    assert tier.layer_pages == 64
+    asked: list[Any] = []
+
+    def of_others(pages: int, groups: Any) -> int:
+        asked.append((pages, *groups))
+        return pages - 1
+
+    if profiled:
+        tier.settings = replace(tier.settings, device_pool_pages=None)
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _worker: "times")
+    monkeypatch.setattr(cuda_worker, "least_of", of_others)
+    for name in ("tp", "pp"):
+        monkeypatch.setattr(cuda_worker, f"get_{name}_group", lambda name=name: SimpleNamespace(cpu_group=name))
+    served.worker.compile_or_warm_up_model()
+    assert asked == ([(64, "tp", "pp")] if profiled else [])
+    assert served.worker._layer_pages == (63 if profiled else None)
 
 
 def test_a_request_that_comes_again_is_not_read_where_it_was(served: Served) -> None:

@@ -102,3 +102,55 @@ def test_a_checkpoints_scales_are_taken_out_of_keys_and_values_and_put_back(
         assert torch.equal(rows.to(dtype), wanted)  # powers of two: nothing is rounded
     assert output.dtype == dtype
     assert torch.equal(output, value)
+
+
+def layer_of_vllm(monkeypatch: pytest.MonkeyPatch, **given: Any) -> HybridSparseImpl:
+    """A layer with blocks of 16 tokens, one KV head and two query heads of 16 dimensions, in float32."""
+    runtime = HostRuntime(HybridSparseConfig(num_threads=1, policy="dense"))
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    monkeypatch.setattr(impl, "get_current_vllm_config", lambda: vllm_config)
+    monkeypatch.setattr(impl, "settings_of", lambda _config: runtime.settings)
+    monkeypatch.setattr(impl, "host_runtime", lambda _settings: runtime)
+    layer = HybridSparseImpl(2, 16, 0.25, 1, **given)
+    layer.lay_out(16)
+    return layer
+
+
+@pytest.mark.parametrize("update", ["copy_", "data.copy_", "data"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_learned_sinks_that_are_updated_in_place_count_at_the_next_call(
+    dtype: torch.dtype, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's loaders write through `data`, which leaves a tensor's version as it was."""
+    sinks = torch.nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
+    layer = layer_of_vllm(monkeypatch, sinks=sinks)
+    layer.process_weights_after_loading(dtype)
+    given: list[list[float]] = []
+    monkeypatch.setattr(layer.attention, "forward", lambda *rows: given.append(rows[-1].tolist()))
+    rows = torch.zeros(1, 2, 16)
+    metadata: Any = SimpleNamespace(batch=SimpleNamespace())
+
+    def call() -> None:
+        layer.forward(SimpleNamespace(), rows, rows[:, :1], rows[:, :1], torch.empty(0), metadata, rows.clone())
+
+    call()
+    new = torch.tensor([1.0, 2.0], dtype=dtype)
+    if update == "copy_":
+        sinks.copy_(new)
+    elif update == "data.copy_":
+        sinks.data.copy_(new)
+    else:
+        sinks.data = new
+    call()
+    assert given == [[0.0, 0.0], [1.0, 2.0]]
+
+
+def test_a_layer_that_looks_at_chunks_is_refused_and_one_that_says_it_does_not_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rnj-1 gives every layer a number of chunks to look back, and -1 to those without chunks."""
+    layer_of_vllm(monkeypatch, chunk_lookback=-1, layer_idx=3)
+    with pytest.raises(ConfigError, match="chunk_lookback=1: chunked local attention is not supported"):
+        layer_of_vllm(monkeypatch, chunk_lookback=1)
+    with pytest.raises(ConfigError, match="another=-1: not supported"):
+        layer_of_vllm(monkeypatch, another=-1)

@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 import vllm
 from vllm import platforms
 from vllm.utils import cpu_resource_utils
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.glue.fake_config import SELECTOR, config_of, parallel_of, platform_of
 from vllm_hybrid_sparse import __version__
@@ -160,8 +161,11 @@ def test_no_core_of_two_is_kept_from_a_lone_worker_unless_the_user_says_otherwis
     os.environ.update(given)
     cpus = [SimpleNamespace(id=number, physical_core=core, numa_node=0) for number, core in enumerate(cores)]
     monkeypatch.setattr(cpu_resource_utils, "get_allowed_cpu_list", lambda: cpus)
-    config = config_of(member(), parallel_config=parallel_of(world_size_across_dp=workers))
-    platform_of(monkeypatch, on_cuda=False).check_and_update_config(config)
+    config = config_of(member(), parallel_config=parallel_of(data_parallel_size_local=workers))
+    platform = platform_of(monkeypatch, on_cuda=False)
+    platform.check_and_update_config(config)
+    config.parallel_config.data_parallel_size_local = 1  # as vLLM resets it in the process of a dense model's rank
+    platform.check_and_update_config(config)
     assert os.environ.get(RESERVED_VARIABLE) == reserved
 
 
@@ -227,6 +231,47 @@ def test_a_backend_for_some_kinds_of_layers_is_refused(monkeypatch: pytest.Monke
     chosen = SimpleNamespace(backend=None, backend_per_kind={"full_attention": member()})
     with pytest.raises(ConfigError, match=r"attention_config\.backend_per_kind: hybrid_sparse serves all layers"):
         platform.check_and_update_config(config_of(None, attention_config=chosen))
+
+
+@pytest.mark.parametrize("other", ["FLASH_ATTN", "CPU_ATTN"])
+def test_another_backend_for_some_kinds_of_layers_is_refused(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = platform_of(monkeypatch, on_cuda=False)
+    kinds = {"sliding_window": AttentionBackendEnum[other]}
+    chosen = SimpleNamespace(backend=member(), backend_per_kind=kinds)
+    with pytest.raises(
+        ConfigError, match=r"attention_config\.backend_per_kind=sliding_window: hybrid_sparse serves all"
+    ):
+        platform.check_and_update_config(config_of(member(), attention_config=chosen))
+    assert platform.asked == []
+    others = config_of(None, attention_config=SimpleNamespace(backend=None, backend_per_kind=kinds))
+    platform.check_and_update_config(others)
+    assert platform.asked == [others]
+
+
+def test_a_backend_for_drafts_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = platform_of(monkeypatch, on_cuda=True)
+    drafts = SimpleNamespace(method="eagle3", attention_backend=member())
+    with pytest.raises(ConfigError, match=r"^speculative_config\.attention_backend=hybrid_sparse: .* no draft model"):
+        platform.check_and_update_config(config_of(None, speculative_config=drafts))
+    assert platform.asked == []
+    drafts.attention_backend = None
+    platform.check_and_update_config(config_of(None, speculative_config=drafts))
+
+
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize(("given", "ours", "said"), [("1", True, 1), ("0", True, 0), (None, True, 0), ("1", False, 0)])
+def test_a_front_end_without_our_metrics_is_warned_of_once(
+    given: str | None, ours: bool, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.environ.pop("VLLM_USE_RUST_FRONTEND", None)
+    if given is not None:
+        os.environ["VLLM_USE_RUST_FRONTEND"] = given
+    platform_hook.warn_of_rust_front_end.cache_clear()
+    platform = platform_of(monkeypatch, on_cuda=False)
+    with caplog.at_level(logging.WARNING, logger="vllm_hybrid_sparse"):
+        for _ in range(2):
+            platform.check_and_update_config(config_of(member() if ours else None))
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["VLLM_USE_RUST_FRONTEND=1"] * said
 
 
 def test_blocks_are_sized_with_our_configuration_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:

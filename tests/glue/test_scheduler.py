@@ -16,8 +16,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.glue.scheduled import BLOCK_TOKENS, KV_HEADS, LAYERS, Scheduled, request
 from tests.system.tiny_models import make_tiny_model
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.glue import scheduler as scheduler_module
 from vllm_hybrid_sparse.glue.scheduler import HybridSparseAsyncScheduler, HybridSparseScheduler
 from vllm_hybrid_sparse.glue.scheduler_choice import choose_scheduler
+from vllm_hybrid_sparse.glue.settings import settings_on
+from vllm_hybrid_sparse.glue.worker_report import WorkerReport
+from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.policy.admission import Admission
 from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet, SelectionSpec
 
@@ -218,3 +222,83 @@ def test_a_short_request_that_comes_later_does_not_overtake(config: Callable[...
     while len(served.finished) < 3:
         served.step()
     assert served.begun == ["long", "next", "short"]
+
+
+def report_of(layer_pages: int | None) -> WorkerReport:
+    """What a worker reports that has decoded nothing yet."""
+    return WorkerReport(
+        decode=DecodeStats(),
+        host_kv_bytes=0,
+        packed_bytes=0,
+        isa="avx512",
+        threads=1,
+        thread_pool="own",
+        layer_pages=layer_pages,
+    )
+
+
+@pytest.fixture
+def profiled(config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scheduled]:
+    """Makes a scheduler on CUDA whose settings do not say how large the pool is."""
+
+    def scheduled(*, asynchronous: bool) -> Scheduled:
+        on_cuda = settings_on({"policy": "dense", "device_resident_share": 0, **RETAINED}, on_cuda=True)
+        assert on_cuda.device_pool_pages is None
+        assert on_cuda.admission == "working_set"
+        monkeypatch.setattr(scheduler_module, "settings_of", lambda _config: on_cuda)
+        return Scheduled(config(asynchronous=asynchronous), blocks=400)
+
+    return scheduled
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("held", "at_once"), [(0.5, 1), (1, 1), (2.5, 2), (100, MOST_REQUESTS)])
+def test_a_pool_that_profiling_sized_is_not_overrun(
+    profiled: Callable[..., Scheduled], asynchronous: bool, held: float, at_once: int
+) -> None:
+    served = profiled(asynchronous=asynchronous)
+    served.report = report_of(int(held * OF_A_LONG_ONE))
+    assert most_at_once(served) == at_once
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_until_the_pool_s_size_is_reported_vllm_alone_admits(
+    profiled: Callable[..., Scheduled], asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(scheduler_module.logger, "info", lambda text, *values: lines.append(text % values))
+    served = profiled(asynchronous=asynchronous)
+    assert len(lines) == 1
+    assert "admitted by vLLM alone until the first step" in lines[0]
+    names = [f"r{number}" for number in range(MOST_REQUESTS)]
+    for name in names:
+        served.add(name, prompt_tokens=10, answer_tokens=500)
+    served.report = report_of(None)  # of a worker that has nothing to say about it
+    for _ in range(5):
+        assert served.step() == names
+    assert len(lines) == 1
+    served.report = report_of(OF_A_LONG_ONE)
+    served.add("later", prompt_tokens=10, answer_tokens=5)
+    for _ in range(5):
+        assert served.step() == names  # those that run go on
+    served.abort(names.pop())
+    for _ in range(5):
+        assert served.step() == names
+    assert len(lines) == 2
+    assert lines[1].endswith(f"{OF_A_LONG_ONE} pages of a layer for one of 512 tokens, and the device pool has 40")
+
+
+def test_resident_requests_count_in_a_pool_that_profiling_sized(
+    config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways to the pool's size lead to one rule."""
+    given = {"policy": "dense", **RETAINED, "device_resident_share": 0.5}
+    monkeypatch.setattr(scheduler_module, "settings_of", lambda _config: settings_on(given, on_cuda=True))
+    told = Scheduled(config(), blocks=400)
+    told.report = report_of(120)
+    told.add("a", prompt_tokens=10, answer_tokens=5)
+    told.step()
+    given = {**given, "device_pool_pages": 120 * LAYERS}
+    known = Scheduled(config(), blocks=400)
+    assert told.scheduler._admission == known.scheduler._admission
+    assert told.scheduler._admission.resident_pages == 60

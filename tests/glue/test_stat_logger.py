@@ -1,8 +1,10 @@
 """How a worker's figures reach an API server's metrics, through vLLM's own classes."""
 
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +20,18 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_hybrid_sparse.glue import stat_logger_hook
-from vllm_hybrid_sparse.glue.metric_families import COUNTERS, DEVICE_COUNTERS, PREFIX, Family, exposed_names
+from vllm_hybrid_sparse.glue.metric_families import (
+    COUNTERS,
+    DEVICE_COUNTERS,
+    FALLBACKS_TOTAL,
+    PREFIX,
+    Family,
+    exposed_names,
+)
 from vllm_hybrid_sparse.glue.registration import member
 from vllm_hybrid_sparse.glue.stat_logger import HybridSparseStatLogger, _unregister_ours
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport, take_report
+from vllm_hybrid_sparse.kernels.fallbacks import FALLBACKS
 from vllm_hybrid_sparse.load.prometheus import total
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 
@@ -169,6 +179,27 @@ def test_a_device_s_sums_have_counters_and_without_a_device_there_are_none() -> 
         assert total(exposed(), family.name) == 2 * getattr(TIERS, family.field) > 0, family.name
 
 
+def test_fallbacks_of_a_device_are_counted_by_kind() -> None:
+    logger = HybridSparseStatLogger(config(device="emulated"), [0])
+    for kind in FALLBACKS:
+        assert f'{FALLBACKS_TOTAL}{{engine="0",kind="{kind}",model_name="tiny"}} 0.0' in exposed()
+    for times in (2, 3):
+        report = replace(REPORT, decode=DecodeStats(), fallbacks={"warm_up": 1, "device_graphs": times})
+        assert take_report(received(report)) == report
+        logger.record(received(report), None)
+    assert f'{FALLBACKS_TOTAL}{{engine="0",kind="warm_up",model_name="tiny"}} 2.0' in exposed()
+    assert f'{FALLBACKS_TOTAL}{{engine="0",kind="device_graphs",model_name="tiny"}} 5.0' in exposed()
+    assert total(exposed(), FALLBACKS_TOTAL) == 7.0
+    HybridSparseStatLogger(config(), [0]).record(received(report), None)
+    assert total(exposed(), FALLBACKS_TOTAL) is None
+
+
+def test_every_kind_of_fallback_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "METRICS.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Fallbacks\n")[2]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == FALLBACKS
+
+
 def test_engines_are_told_apart_and_one_that_is_not_ours_is_not_counted() -> None:
     logger = HybridSparseStatLogger(config(), [0, 1])
     logger.record(received(REPORT), None, engine_idx=1)
@@ -188,6 +219,15 @@ def test_gauges_wait_for_the_first_report_and_settings_do_not() -> None:
         assert label in info
     logger.record(received(REPORT), None)
     assert 'isa="avx512",model_name="tiny",thread_pool="openmp",threads="2"} 1.0' in exposed()
+
+
+def test_gauges_wait_for_a_report_with_a_decoded_token() -> None:
+    """A report of prompts alone only says how large a pool is."""
+    logger = HybridSparseStatLogger(config(), [0])
+    logger.record(received(replace(REPORT, decode=DecodeStats(), layer_pages=7)), None)
+    assert total(exposed(), f"{PREFIX}host_kv_bytes") is None
+    logger.record(received(REPORT), None)
+    assert total(exposed(), f"{PREFIX}host_kv_bytes") == 2**33
 
 
 def test_a_second_engine_of_a_process_begins_anew() -> None:

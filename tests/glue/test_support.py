@@ -19,7 +19,9 @@ from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue import support
 from vllm_hybrid_sparse.glue.registration import member
 
-CONNECTED = SimpleNamespace(kv_connector="SharedStorageConnector", kv_connector_extra_config=None)
+CONNECTED = SimpleNamespace(
+    kv_connector="SharedStorageConnector", kv_connector_module_path=None, kv_connector_extra_config=None
+)
 DRAFTING = SimpleNamespace(method="ngram", num_speculative_tokens=2)
 
 
@@ -62,14 +64,14 @@ def test_watermarks_need_the_newer_model_runner_whatever_the_variable(monkeypatc
         ("NixlPushConnector", {}),
         (
             "MultiConnector",
-            {"connectors": [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "NixlConnector"}]},
+            {"connectors": [{"kv_connector": "ExampleConnector"}, {"kv_connector": "NixlConnector"}]},
         ),
     ],
 )
 def test_nixl_is_refused_wherever_it_stands(
     connector: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer = SimpleNamespace(kv_connector=connector, kv_connector_extra_config=extra)
+    transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra)
     with pytest.raises(ConfigError, match=r"kv_connector=Nixl\w*: NIXL is not supported"):
         platform_of(monkeypatch, on_cuda=False).check_and_update_config(
             config_of(member(), kv_transfer_config=transfer)
@@ -205,7 +207,7 @@ BEYOND_PAGE_POLICIES: list[tuple[dict[str, Any], str]] = [
     ({"additional_config": {"hybrid_sparse": {"policy": "fluxion"}}}, "policy=fluxion"),
     ({"additional_config": {"hybrid_sparse": {"device": "emulated"}}}, "device=emulated"),
     ({"kv_transfer_config": CONNECTED}, "kv_connector=SharedStorageConnector"),
-    ({"cache_config": cache_of(kv_offloading_size=4.0)}, "kv_offloading_size=4.0"),
+    ({"cache_config": cache_of(kv_offloading_size=4.0, kv_offloading_backend="lmcache")}, "kv_offloading_size=4.0"),
 ]
 
 
@@ -314,12 +316,15 @@ def test_prompts_that_some_layers_skip_are_refused(on_cuda: bool, monkeypatch: p
     ("changes", "said"),
     [
         ({"kv_transfer_config": CONNECTED}, "kv_connector=SharedStorageConnector"),
-        ({"cache_config": cache_of(kv_offloading_size=4.0)}, "kv_offloading_size=4.0: must not be given"),
+        (
+            {"cache_config": cache_of(kv_offloading_size=4.0, kv_offloading_backend="lmcache")},
+            "kv_offloading_size=4.0: must not be given",
+        ),
+        ({"parallel_config": parallel_of(enable_elastic_ep=True)}, "enable_elastic_ep=True: .* are not supported"),
         (
             {"parallel_config": parallel_of(enable_dbo=True, use_ubatching=True)},
             "enable_dbo=True: steps in two or more",
         ),
-        ({"parallel_config": parallel_of(ubatch_size=2, use_ubatching=True)}, "ubatch_size=2: steps in two or more"),
         ({"model_config": model_of(get_head_size=lambda: 512)}, "head_size=512: must be at most 256"),
         ({"model_config": model_of(enable_sleep_mode=True)}, "enable_sleep_mode=True: .* is not supported"),
     ],
@@ -334,6 +339,46 @@ def test_what_a_gpu_does_not_serve_is_refused(
     on_cuda.check_and_update_config(config_of(member(), model_config=model_of(), kv_transfer_config=filled))
     with pytest.raises(ConfigError, match=f"^{said}.* on cuda"):
         on_cuda.check_and_update_config(config_of(member(), **changes))
+
+
+@pytest.mark.usefixtures("no_loggers")
+@pytest.mark.parametrize("on_cuda", [True, False])
+def test_steps_in_microbatches_are_refused(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU too: there vLLM turns off enable_dbo, but not this."""
+    config = config_of(member(), parallel_config=parallel_of(ubatch_size=2, use_ubatching=True))
+    where = "on cuda" if on_cuda else "without a GPU"
+    with pytest.raises(ConfigError, match=f"^ubatch_size=2: steps in two or more microbatches are not .* {where}"):
+        platform_of(monkeypatch, on_cuda=on_cuda).check_and_update_config(config)
+
+
+@pytest.mark.usefixtures("no_loggers")
+def test_a_rank_that_is_started_by_itself_needs_a_size_of_its_host_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    sized = cache_of(kv_cache_memory_bytes=2**30)
+    on_cuda = platform_of(monkeypatch, on_cuda=True)
+    for given, said in (
+        ({"data_parallel_external_lb": True}, "data_parallel_external_lb=True"),
+        ({"data_parallel_size": 2, "data_parallel_rank_local": 0}, "data_parallel_rank_local=0"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{said}: needs --kv-cache-memory-bytes on cuda"):
+            on_cuda.check_and_update_config(config_of(member(), parallel_config=parallel_of(**given)))
+        on_cuda.check_and_update_config(config_of(member(), parallel_config=parallel_of(**given), cache_config=sized))
+
+
+@pytest.mark.usefixtures("no_loggers")
+def test_ranks_of_one_server_know_how_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives each its local rank before it checks the configuration once more, in the process of an engine."""
+    config = config_of(member(), parallel_config=parallel_of(data_parallel_size=2, data_parallel_size_local=2))
+    on_cuda = platform_of(monkeypatch, on_cuda=True)
+    on_cuda.check_and_update_config(config)
+    config.parallel_config.data_parallel_rank_local = 1
+    on_cuda.check_and_update_config(config)
+
+
+@pytest.mark.usefixtures("no_loggers")
+def test_offloading_to_host_memory_is_refused_where_the_cache_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = platform_of(monkeypatch, on_cuda=False)
+    with pytest.raises(ConfigError, match=r"^kv_offloading_size=4\.0: must not be given without a GPU"):
+        on_cpu.check_and_update_config(config_of(member(), cache_config=cache_of(kv_offloading_size=4.0)))
 
 
 def test_eight_bits_are_told_from_their_scales() -> None:

@@ -9,15 +9,17 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ECConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.glue.bare_worker import bare_worker
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.glue import worker as worker_module
 from vllm_hybrid_sparse.glue.worker import _bytes_of
-from vllm_hybrid_sparse.glue.worker_report import WorkerReport, take_report
+from vllm_hybrid_sparse.glue.worker_report import WorkerReport, reported_layer_pages, take_report
+from vllm_hybrid_sparse.kernels.fallbacks import count_fallback, take_fallbacks
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 
@@ -106,6 +108,40 @@ def test_what_is_known_later_goes_with_the_next_report(steps: Steps, monkeypatch
     assert report.decode == STEP + late + late
     assert report.tiers == did + did + did
     assert [report and report.decode for report in [steps.step(STEP)]] == [STEP]
+
+
+def test_prompts_alone_report_a_pool_that_the_scheduler_does_not_know(steps: Steps) -> None:
+    """With nothing counted: what a device said late goes with the next report that counts."""
+    late = DecodeStats(pages_read=7, read_bytes=70)
+    steps.worker._layer_pages = 123
+    first = steps.step(late, EMPTY_MODEL_RUNNER_OUTPUT)
+    assert first is not None
+    assert (first.layer_pages, first.decode, first.tiers) == (123, DecodeStats(), None)
+    report = steps.step(STEP)
+    assert report is not None
+    assert (report.layer_pages, report.decode) == (123, STEP + late)
+    steps.worker._layer_pages = None
+    assert [report and report.layer_pages for report in [steps.step(STEP)]] == [None]
+    assert EMPTY_MODEL_RUNNER_OUTPUT.ec_connector_output is None
+
+
+def test_the_scheduler_reads_the_pool_s_size_and_leaves_the_report(steps: Steps) -> None:
+    steps.worker._layer_pages = 5
+    steps.stats, steps.output = STEP, ModelRunnerOutput(req_ids=[], req_id_to_index={})
+    output = steps.worker.sample_tokens(None)
+    assert [reported_layer_pages(output), reported_layer_pages(output)] == [5, 5]
+    assert reported_layer_pages(EMPTY_MODEL_RUNNER_OUTPUT) is None
+    foreign = ECConnectorOutput(ec_connector_stats=ECConnectorStats(data={"loads": 3}))
+    assert reported_layer_pages(ModelRunnerOutput(req_ids=[], req_id_to_index={}, ec_connector_output=foreign)) is None
+
+
+def test_fallbacks_go_with_the_next_report(steps: Steps) -> None:
+    take_fallbacks()
+    count_fallback("warm_up")
+    assert steps.step(DecodeStats()) is None
+    count_fallback("warm_up")
+    reports = [steps.step(STEP), steps.step(STEP)]
+    assert [report and report.fallbacks for report in reports] == [{"warm_up": 2}, {}]
 
 
 def test_what_is_no_final_output_is_passed_on(steps: Steps) -> None:

@@ -23,11 +23,6 @@ TASKS = st.lists(
 )
 
 
-def test_the_volume_counts_pages_and_summaries() -> None:
-    made = GroupTask(group=GroupKey(0, 0), pages=3, scored=160)
-    assert made.volume_pages == 13.0
-
-
 def test_larger_tasks_come_first_and_ties_go_by_row_and_head() -> None:
     made = by_volume([task(1, 1, 2), task(0, 0, 1), task(1, 0, 2), task(0, 1, 9)])
     assert [one.group for one in made] == [(0, 1), (1, 0), (1, 1), (0, 0)]

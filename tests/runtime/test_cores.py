@@ -7,7 +7,7 @@ import torch
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.runtime import cores
-from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus
+from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus, share_cores
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 
 NAMES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
@@ -79,6 +79,22 @@ def test_a_core_that_may_be_another_worker_s_is_left_alone(monkeypatch: pytest.M
     assert default_threads("none", local_workers=2) == 1
     allow({0, 1, 2}, monkeypatch)
     assert default_threads("none") == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus_on_cores", "cores_of_machine", "threads"), [(None, 64, 3), (4, 64, 7), (8, 64, 3), (4, 32, 3)]
+)
+def test_a_gpu_s_worker_takes_its_part_of_the_cores_that_it_is_bound_to(
+    gpus_on_cores: int | None, cores_of_machine: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 32 cores, with eight GPUs in the machine. If 32 are all there are, the system did not let vLLM bind it."""
+    monkeypatch.setattr(cores._Bound, "gpus", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _pid: set(range(32)))
+    monkeypatch.setattr(cores.os, "cpu_count", lambda: cores_of_machine)
+    share_cores(gpus_on_cores)
+    assert default_threads("cuda") == threads
+    assert default_threads("cuda", local_workers=8) == threads
 
 
 @pytest.mark.usefixtures("one_of_two")

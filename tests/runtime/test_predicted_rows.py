@@ -181,7 +181,7 @@ def test_beside_a_gpu_the_last_query_of_a_prompt_waits_until_its_request_decodes
 
 def test_what_cannot_be_loaded_is_attended_where_it_lies(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One page each of the sink, of the window and of what was chosen."""
-    model, mirror = mirrored(kind, predictor=constant_predictor(1.0))
+    model, mirror = mirrored(kind, predictor=constant_predictor(1.0), host_share="none")
     with model:
         request, other = mirror.start(), mirror.start()
         mirror.step((request, 150), (other, 150))

@@ -16,6 +16,7 @@ from vllm_hybrid_sparse.cli.haystack import Haystack, make_haystack
 from vllm_hybrid_sparse.cli.kv_read import share_of_kv_read
 from vllm_hybrid_sparse.cli.progress import Progress
 from vllm_hybrid_sparse.cli.server import Server, ServerError, core_list
+from vllm_hybrid_sparse.cli.shown_series import shown_series
 from vllm_hybrid_sparse.cli.smollm2 import cache_dir, model_dir
 from vllm_hybrid_sparse.cli.stream import Reply, complete
 from vllm_hybrid_sparse.kernels.paged_attention.native import lacks_bf16
@@ -47,6 +48,7 @@ class Outcome:
     ttft_s: float
     tpot_s: float
     kv_read: float | None  # share of the KV bytes that decoding read; None if /metrics does not say
+    series: tuple[str, ...] = ()  # lines that show some of the backend's series on /metrics
 
 
 def run_demo(text_tokens: int, settings: Mapping[str, object]) -> int:
@@ -144,7 +146,7 @@ def _measure(side: Side, model: Path, haystack: Haystack) -> Outcome:
             timed = _time_decode(client, haystack)
         except OpenAIError as error:
             raise server.failure(f"request failed ({error})") from error
-        kv_read = _kv_read(server)
+        exposition = _exposition(server)
         with Progress("stopping the server:"):
             server.stop()
     return Outcome(
@@ -152,7 +154,8 @@ def _measure(side: Side, model: Path, haystack: Haystack) -> Outcome:
         found=tuple(fact.found_in(reply.text) for fact, reply in zip(haystack.facts, replies, strict=True)),
         ttft_s=replies[0].ttft_s,  # the later questions find the text in the prefix cache
         tpot_s=timed.tpot_s,
-        kv_read=kv_read,
+        kv_read=share_of_kv_read(exposition),
+        series=tuple(shown_series(exposition)),
     )
 
 
@@ -189,11 +192,12 @@ class _Shown:
         print(text, end="", flush=True)
 
 
-def _kv_read(server: Server) -> float | None:
+def _exposition(server: Server) -> str:
+    """The text of /metrics; empty if the server does not answer."""
     try:
-        return share_of_kv_read(server.metrics())
-    except ServerError:  # all questions are answered: the figure is not worth failing for
-        return None
+        return server.metrics()
+    except ServerError:  # all questions are answered: the figures are not worth failing for
+        return ""
 
 
 def _print_table(stock: Outcome, ours: Outcome) -> None:
@@ -213,7 +217,9 @@ def _print_table(stock: Outcome, ours: Outcome) -> None:
     row("KV read while decoding", "100 %", read)
     for number, (left, right) in enumerate(zip(stock.answers, ours.answers, strict=True), start=1):
         row(f"answer {number}", left[:13], right[:15])
-    print("\nKV read, by the server's /metrics: vllm_hybrid_sparse_read_bytes_total of …_context_bytes_total")
+    if ours.series:
+        print("\nhybrid_sparse's /metrics in the end (KV read is read_bytes of context_bytes):")
+        print("\n".join(f"  {line}" for line in ours.series))
 
 
 def _ignore(_text: str) -> None:

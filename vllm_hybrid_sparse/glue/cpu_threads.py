@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from vllm_hybrid_sparse.glue.environment import give
+from vllm_hybrid_sparse.glue.local_workers import local_workers
 from vllm_hybrid_sparse.runtime.cores import RESERVED_VARIABLE, vllm_chooses_cores
 
 SPIN_COUNT_VARIABLE = "GOMP_SPINCOUNT"
@@ -40,7 +41,7 @@ def _keep_no_core_of_two(parallel_config: Any) -> None:
 
     Otherwise vLLM would keep one of them, half of the machine, for the API server and the engine, which need little.
     """
-    if vllm_chooses_cores() and parallel_config.world_size_across_dp == 1 and _num_physical_cores() == 2:
+    if vllm_chooses_cores() and local_workers(parallel_config) == 1 and _num_physical_cores() == 2:
         give(RESERVED_VARIABLE, "0")
         logger.info("hybrid_sparse: computes on both cores, vLLM would keep one (%s=1 keeps it)", RESERVED_VARIABLE)
 

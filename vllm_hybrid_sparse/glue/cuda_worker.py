@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_hybrid_sparse.glue.agreement import least_of
+from vllm_hybrid_sparse.glue.local_workers import local_workers
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.glue.worker import HostStoreWorker, local_workers, one_of_each_storage
+from vllm_hybrid_sparse.glue.worker import HostStoreWorker, one_of_each_storage
+from vllm_hybrid_sparse.kernels.fallbacks import count_fallback
 from vllm_hybrid_sparse.memory.pinned import available_bytes, host_store_bytes, pin, unpin
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
 from vllm_hybrid_sparse.runtime.host import host_runtime
@@ -25,17 +29,29 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
     With tensor parallelism each worker has the host store, the pool and the host threads of its own KV heads.
     """
 
+    _available_first = 0  # bytes of host memory that were available before any worker of this server took its own
     _pool_bytes = 0  # of GPU memory for the pool, once vLLM has profiled it
     _pinned: tuple[torch.Tensor, ...] = ()  # one for each storage that is pinned
+
+    def init_device(self) -> None:
+        """Measure the host memory while all workers are still starting, then initialise the device."""
+        self._available_first = available_bytes()
+        super().init_device()
 
     def determine_available_memory(self) -> int:
         """Return the bytes of the host store, from which vLLM counts its blocks.
 
         The pool gets what profiling leaves of the GPU, less what steps take. If the settings give the pool's pages,
         nothing needs to be measured, and vLLM only runs the model once.
+
+        An engine's own workers come here together, those of data-parallel ranks at times of their own. So what was
+        asked for must fit for the former now, and for all of them where the start left it.
         """
         asked = self.cache_config.kv_cache_memory_bytes
         available = available_bytes()
+        if asked is not None:
+            host_store_bytes(asked, available, self.parallel_config.local_world_size)
+            available = max(available, self._available_first)
         store = host_store_bytes(asked, available, local_workers(self.parallel_config))
         with set_current_vllm_config(self.vllm_config):
             runtime = host_runtime(settings_of(self.vllm_config))
@@ -91,18 +107,36 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
         )
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up vLLM, then the kernels that only long contexts launch: the first would otherwise wait for Triton."""
+        """Warm up vLLM, and our kernels at its end.
+
+        Nobody reads the outputs of vLLM's own warm-up, so nothing is reported on them. All workers have their pools by
+        now, so they settle here what the scheduler is told.
+        """
+        reports, self._reports = self._reports, False
         times = super().compile_or_warm_up_model()
+        self._reports = reports
+        tier = self._runtime.device_tier
+        if tier is not None and tier.settings.device_pool_pages is None:
+            groups = get_tp_group().cpu_group, get_pp_group().cpu_group
+            self._layer_pages = least_of(tier.layer_pages, groups)
+        return times
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        """Warm up the kernels that only long contexts launch: the first would otherwise wait for Triton.
+
+        vLLM calls this when its own warm-up has ended. From then on it may warn of every compilation, or raise.
+        """
         layers = self._runtime.cuda_layers
         if layers is not None:
             started = time.monotonic()
             try:
                 layers.warm_up()
             except Exception as error:  # noqa: BLE001 - Triton's have no other base, and requests can do without
+                count_fallback("warm_up")
                 logger.warning("hybrid_sparse: kernels are compiled when they are first needed (%s)", error)
             else:
                 logger.info("hybrid_sparse: kernels for long contexts ready in %.1f s", time.monotonic() - started)
-        return times
+        super()._maybe_activate_jit_monitor()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the forward pass of one step, with its requests' block tables mirrored in host memory."""

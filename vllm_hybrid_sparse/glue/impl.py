@@ -27,6 +27,7 @@ from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 
 _WITHOUT_EFFECT = ("layer_idx",)  # vLLM gives it to some layers; attention does not depend on it
+_NO_CHUNKS = ("chunk_lookback", -1)  # what vLLM's layers without chunks give (Rnj-1)
 
 
 class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
@@ -54,7 +55,11 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         for name, given, why in (
             ("alibi_slopes", alibi_slopes, "ALiBi position biases are not supported"),
             ("logits_soft_cap", logits_soft_cap or None, "soft-capped attention logits are not supported"),
-            *((name, given, "not supported") for name, given in extra.items() if name not in _WITHOUT_EFFECT),
+            *(
+                (name, given, "chunked local attention is not supported" if name == _NO_CHUNKS[0] else "not supported")
+                for name, given in extra.items()
+                if name not in _WITHOUT_EFFECT and (name, given) != _NO_CHUNKS
+            ),
         ):
             if given is not None:
                 raise ConfigError(f"{name}={given}: {why} (attention backend hybrid_sparse)")
@@ -74,7 +79,8 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         if sinks is not None:
             refuse_sinks(self._runtime.settings)
         self._sinks_parameter = sinks
-        self._sinks: Tensor | None = None  # the values, once they are loaded
+        # Their values in float32. Every call takes them anew, because weights may be updated in place without a sign.
+        self._sinks = None if sinks is None else torch.empty(sinks.shape, dtype=torch.float32, device="cpu")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -105,11 +111,6 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
             sliding_window=self._sliding_window,
         )
         self._hgca = self._runtime.hgca_layer(self.attention)
-
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:  # noqa: ARG002  (vLLM's signature)
-        """Take the learned sinks, if there are any."""
-        if self._sinks_parameter is not None:
-            self._sinks = self._sinks_parameter.detach().float().contiguous()
 
     def forward(
         self,
@@ -180,6 +181,9 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         if isinstance(batch, TieredBatch):
             self._tiered_layer().forward(query, key, value, kv_cache, batch, output, self._hgca, self._fluxion)
         else:
+            if self._sinks is not None:
+                assert self._sinks_parameter is not None
+                self._sinks.copy_(self._sinks_parameter.detach())
             self.attention.forward(
                 query,
                 key,

@@ -47,7 +47,11 @@ DEVICE_COUNTERS = tuple(
         ("device_wanted_pages", "pages_wanted", "Pages that decode rows asked of the device pool."),
         ("device_hit_pages", "pages_hit", "Pages of those wanted that the device pool had."),
         ("device_fetched_pages", "pages_fetched", "Pages of those wanted that were copied from host memory."),
-        ("device_evicted_pages", "pages_evicted", "Pages that made room for others in the device pool."),
+        (
+            "device_evicted_pages",
+            "pages_evicted",
+            "Pages that made room for others in the device pool; where the device ranks pages it is not known, and 0.",
+        ),
         (
             "device_resident_selections",
             "resident_groups",
@@ -76,6 +80,9 @@ GAUGES = tuple(
     )
 )
 
+FALLBACKS_TOTAL = f"{PREFIX}fallbacks_total"  # only with a device; its label is a kind of `kernels/fallbacks.py`
+FALLBACK_LABELS = ("kind",)
+
 SETTINGS_INFO = f"{PREFIX}settings_info"  # 1; its labels are the settings in effect
 HOST_INFO = f"{PREFIX}host_info"  # 1; its labels say what the settings became on the worker's machine
 HOST_INFO_LABELS = ("isa", "threads", "thread_pool")
@@ -83,4 +90,5 @@ HOST_INFO_LABELS = ("isa", "threads", "thread_pool")
 
 def exposed_names() -> frozenset[str]:
     """Every metric name that a dashboard or an alerting rule may use."""
-    return frozenset({SETTINGS_INFO, HOST_INFO, *(family.name for family in (*COUNTERS, *DEVICE_COUNTERS, *GAUGES))})
+    families = (*COUNTERS, *DEVICE_COUNTERS, *GAUGES)
+    return frozenset({FALLBACKS_TOTAL, SETTINGS_INFO, HOST_INFO, *(family.name for family in families)})

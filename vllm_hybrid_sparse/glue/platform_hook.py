@@ -1,11 +1,14 @@
 """What vLLM's platforms decide with the backend: its class, the configuration that it serves, the size of a block."""
 
 import logging
+import os
+from functools import cache
 from typing import Any
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.cpu_threads import prepare_threads
 from vllm_hybrid_sparse.glue.environment import take_back
+from vllm_hybrid_sparse.glue.local_workers import record_local_engines
 from vllm_hybrid_sparse.glue.registration import BACKEND_NAME, BACKEND_PATH, is_selected, member
 from vllm_hybrid_sparse.glue.stat_logger_hook import hook_stat_loggers
 from vllm_hybrid_sparse.setting import SECTION
@@ -13,6 +16,7 @@ from vllm_hybrid_sparse.setting import SECTION
 CPU_WORKER_PATH = "vllm_hybrid_sparse.glue.cpu_worker.HybridSparseCPUWorker"
 CUDA_WORKER_PATH = "vllm_hybrid_sparse.glue.cuda_worker.HybridSparseCUDAWorker"
 
+_RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
 _HOOKED = "_hybrid_sparse_hooked"
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,39 @@ def warn_of_unused_settings(additional_config: Any) -> None:
         )
 
 
+@cache
+def warn_of_rust_front_end() -> None:
+    """Log once that vLLM's other front end, which is no Python, counts nothing of ours."""
+    logger.warning(
+        "%s=1: that front end's /metrics has none of hybrid_sparse's metrics; the log has the same figures",
+        _RUST_FRONT_END,
+    )
+
+
+def _refuse_backends_beside(attention: Any, speculative: Any) -> None:
+    """Refuse a second backend beside this one, for some kinds of layers or for drafts, in either role.
+
+    attention     vLLM's AttentionConfig
+    speculative   its SpeculativeConfig, or None
+    """
+    if any(is_selected(backend) for backend in attention.backend_per_kind.values()):
+        raise ConfigError(
+            "attention_config.backend_per_kind: hybrid_sparse serves all layers of a model or none: choose it by "
+            "--attention-backend"
+        )
+    if is_selected(attention.backend):
+        if kinds := ", ".join(attention.backend_per_kind):
+            raise ConfigError(
+                f"attention_config.backend_per_kind={kinds}: hybrid_sparse serves all layers of a model or none: "
+                "--attention-backend hybrid_sparse needs no backend for a kind"
+            )
+    elif speculative is not None and is_selected(speculative.attention_backend):
+        raise ConfigError(
+            "speculative_config.attention_backend=hybrid_sparse: hybrid_sparse serves no draft model, and nothing "
+            "beside another --attention-backend"
+        )
+
+
 def hook_platform(platform: Any, *, on_cuda: bool) -> None:
     """Wrap what a vLLM platform decides: the backend's class, the configuration it serves, the size of a block."""
     choose_backend = platform.get_attn_backend_cls.__func__
@@ -57,11 +94,7 @@ def hook_platform(platform: Any, *, on_cuda: bool) -> None:
         return BACKEND_PATH
 
     def check_and_update_config(cls: Any, /, vllm_config: Any) -> None:
-        if any(is_selected(backend) for backend in vllm_config.attention_config.backend_per_kind.values()):
-            raise ConfigError(
-                "attention_config.backend_per_kind: hybrid_sparse serves all layers of a model or none: choose it by "
-                "--attention-backend"
-            )
+        _refuse_backends_beside(vllm_config.attention_config, vllm_config.speculative_config)
         if not is_selected(vllm_config.attention_config.backend):
             warn_of_unused_settings(vllm_config.additional_config)
             take_back()
@@ -70,7 +103,10 @@ def hook_platform(platform: Any, *, on_cuda: bool) -> None:
             from vllm_hybrid_sparse.glue.support import refuse_config  # noqa: PLC0415
 
             refuse_config(vllm_config)
+            record_local_engines(vllm_config.parallel_config)
             hook_stat_loggers()
+            if os.environ.get(_RUST_FRONT_END, "0") not in ("", "0"):
+                warn_of_rust_front_end()
             if not on_cuda:
                 prepare_threads(vllm_config.parallel_config)
             if vllm_config.parallel_config.worker_cls == "auto":

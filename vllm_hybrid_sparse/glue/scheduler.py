@@ -7,14 +7,15 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_hybrid_sparse.glue.settings import settings_of
+from vllm_hybrid_sparse.glue.worker_report import reported_layer_pages
 from vllm_hybrid_sparse.policy.admission import Admission, RequestLength
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 logger = init_logger("vllm.hybrid_sparse")
 
 
-class _AdmitsByWorkingSet:
-    """Checks each waiting request before vLLM's scheduler looks at it; everything else is vLLM's.
+class HybridSparseScheduler(Scheduler):
+    """vLLM's synchronous scheduler, with a check of each waiting request before vLLM looks at it.
 
     vLLM asks for `max_num_active_reqs` before each request that it might take from its queues. If the next request's
     working set fits next to those that run, the answer is the number that the user configured. Otherwise it is the
@@ -31,30 +32,46 @@ class _AdmitsByWorkingSet:
     kv_holding_waiting: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """The rule, if the settings say how large the pool is; otherwise the first report of a worker makes it."""
         super().__init__(*args, **kwargs)
-        settings = settings_of(self.vllm_config)
-        groups = self.kv_cache_config.kv_cache_groups
-        layers = sum(len(group.layer_names) for group in groups)
         self._admission: Admission | None = None
-        if settings.device_pool_pages is None:
-            logger.info("hybrid_sparse: requests are admitted by vLLM alone: admission needs device_pool_pages on cuda")
-            return
-        if not layers:
-            return
+        pages = settings_of(self.vllm_config).device_pool_pages
+        layers = sum(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
+        self._awaits_size = bool(layers) and pages is None
+        if self._awaits_size:
+            logger.info(
+                "hybrid_sparse: requests are admitted by vLLM alone until the first step has said how many pages the "
+                "device pool got from profiling"
+            )
+        elif layers:
+            assert pages is not None
+            self._admit_within(pages // layers)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Take in a step's output. The first that says how large the pool is begins admission by working sets."""
+        if self._awaits_size and (pages := reported_layer_pages(model_runner_output)) is not None:
+            self._awaits_size = False
+            self._admit_within(pages)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _admit_within(self, layer_pages: int) -> None:
+        """Admit by working sets from now on, in a pool with this many slots for each layer."""
+        settings = settings_of(self.vllm_config)
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         self._admission = Admission(
             retained=settings.retained,
             selection=None if settings.salience else settings.selection,
-            kv_heads=max(group.kv_cache_spec.num_kv_heads for group in groups),
-            layer_pages=settings.device_pool_pages // layers,
-            resident_pages=int(settings.device_pool_pages * (settings.device_resident_share or 0.0)) // layers,
-            block_pages=max(group.kv_cache_spec.block_size for group in groups) // PAGE_TOKENS,
+            kv_heads=max(spec.num_kv_heads for spec in specs),
+            layer_pages=layer_pages,
+            resident_pages=int(layer_pages * (settings.device_resident_share or 0.0)),
+            block_pages=max(spec.block_size for spec in specs) // PAGE_TOKENS,
         )
         logger.info(
             "hybrid_sparse: requests are admitted by their working sets: %d pages of a layer for one of %d tokens, and "
             "the device pool has %d",
             self._admission.working_set_pages(self.max_model_len),
             self.max_model_len,
-            self._admission.layer_pages,
+            layer_pages,
         )
 
     @property
@@ -77,9 +94,5 @@ class _AdmitsByWorkingSet:
         return RequestLength(request.num_prompt_tokens, min(wanted, self.max_model_len))
 
 
-class HybridSparseScheduler(_AdmitsByWorkingSet, Scheduler):
-    """Admits by working set, in the order of vLLM's synchronous scheduler."""
-
-
-class HybridSparseAsyncScheduler(_AdmitsByWorkingSet, AsyncScheduler):
+class HybridSparseAsyncScheduler(HybridSparseScheduler, AsyncScheduler):
     """Admits by working set, in the order of vLLM's asynchronous scheduler."""

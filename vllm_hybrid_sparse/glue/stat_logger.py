@@ -11,6 +11,8 @@ from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.glue.metric_families import (
     COUNTERS,
     DEVICE_COUNTERS,
+    FALLBACK_LABELS,
+    FALLBACKS_TOTAL,
     GAUGES,
     HOST_INFO,
     HOST_INFO_LABELS,
@@ -21,6 +23,7 @@ from vllm_hybrid_sparse.glue.metric_families import (
 )
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.glue.worker_report import take_report
+from vllm_hybrid_sparse.kernels.fallbacks import FALLBACKS
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 
 
@@ -38,7 +41,9 @@ class HybridSparseStatLogger(AggregateStatLoggerBase):
         self._labels = {index: (model_name, str(index)) for index in engine_indexes}
         settings = settings_of(vllm_config)
         self._counters = self._make_counters(COUNTERS)
-        self._device_counters = self._make_counters(DEVICE_COUNTERS if settings.device != "none" else ())
+        has_device = settings.device != "none"
+        self._device_counters = self._make_counters(DEVICE_COUNTERS if has_device else ())
+        self._fallbacks = self._make_fallbacks() if has_device else {}
         self._gauges = {family.field: _gauge(family.name, family.help, LABELS) for family in GAUGES}
         self._host_info = _gauge(HOST_INFO, "What the settings became on the machine.", (*LABELS, *HOST_INFO_LABELS))
         self._show_settings(settings)
@@ -49,6 +54,15 @@ class HybridSparseStatLogger(AggregateStatLoggerBase):
         return {
             field: {index: counter.labels(*labels) for index, labels in self._labels.items()}
             for field, counter in made.items()
+        }
+
+    def _make_fallbacks(self) -> dict[int, dict[str, Counter]]:
+        """Counters by engine and kind, all of them at 0."""
+        counter = Counter(
+            FALLBACKS_TOTAL, "Times that something stood in for what was to be used.", (*LABELS, *FALLBACK_LABELS)
+        )
+        return {
+            index: {kind: counter.labels(*labels, kind) for kind in FALLBACKS} for index, labels in self._labels.items()
         }
 
     def _show_settings(self, settings: HybridSparseConfig) -> None:
@@ -72,6 +86,11 @@ class HybridSparseStatLogger(AggregateStatLoggerBase):
         _count(self._counters, report.decode, engine_idx)
         if report.tiers is not None:
             _count(self._device_counters, report.tiers, engine_idx)
+        if self._fallbacks:
+            for kind, times in report.fallbacks.items():
+                self._fallbacks[engine_idx][kind].inc(times)
+        if not report.decode.rows:  # the report of prompts alone, which gauges do not show
+            return
         labels = self._labels[engine_idx]
         for field, gauge in self._gauges.items():
             gauge.labels(*labels).set(getattr(report, field))

@@ -6,6 +6,8 @@ import torch
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.glue.connectors import unserved_connector
+from vllm_hybrid_sparse.glue.local_workers import started_alone
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.kernels.arguments import MAX_DEVICE_HEAD_DIM
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, supported_isas
@@ -24,8 +26,6 @@ def refuse_config(vllm_config: Any) -> None:
     if settings.isa not in ("auto", *supported_isas()):
         raise ConfigError(f"hybrid_sparse.isa={settings.isa!r}: this machine runs {', '.join(supported_isas())}")
     _refuse_cache(vllm_config.cache_config, vllm_config.model_config)
-    if vllm_config.kv_transfer_config is not None:
-        _refuse_connectors(vllm_config.kv_transfer_config)
     if vllm_config.speculative_config is not None:
         _refuse_speculation(settings, vllm_config)
     parallel = vllm_config.parallel_config
@@ -37,12 +37,27 @@ def refuse_config(vllm_config: Any) -> None:
         _refuse_with_model(settings, vllm_config)
     if settings.device == "cuda":
         _refuse_on_cuda(vllm_config)
-    elif vllm_config.use_v2_model_runner:
+    else:
+        _refuse_without_a_gpu(vllm_config)
+
+
+def _refuse_without_a_gpu(vllm_config: Any) -> None:
+    """Refuse what needs a GPU."""
+    if vllm_config.use_v2_model_runner:
         if (watermark := vllm_config.watermark_config) is not None:  # it overrides the variable
             _refuse(
                 "watermark_config", watermark, "watermarks need model runner V2, which is not supported without a GPU"
             )
         _refuse("VLLM_USE_V2_MODEL_RUNNER", "1 (the default with triton-cpu)", "must be 0 without a GPU")
+    if (size := vllm_config.parallel_config.ubatch_size) > 1:  # vLLM itself turns enable_dbo off
+        _refuse("ubatch_size", size, "steps in two or more microbatches are not supported without a GPU")
+    cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
+    if cache.kv_offloading_size is not None and cache.kv_offloading_backend == "native":
+        rule = "must not be given without a GPU, where the whole cache is in host memory"
+        _refuse("kv_offloading_size", cache.kv_offloading_size, rule)
+    if transfer is not None and (unserved := unserved_connector(transfer)) is not None:
+        name, reason = unserved
+        _refuse("kv_connector", name, reason)
 
 
 def _refuse_on_cuda(vllm_config: Any) -> None:
@@ -57,6 +72,14 @@ def _refuse_on_cuda(vllm_config: Any) -> None:
     if parallel.use_ubatching:
         name = "enable_dbo" if parallel.enable_dbo else "ubatch_size"
         _refuse(name, getattr(parallel, name), "steps in two or more microbatches are not supported on cuda")
+    if parallel.enable_elastic_ep:
+        _refuse("enable_elastic_ep", True, "workers that come and go while a server runs are not supported on cuda")
+    if cache.kv_cache_memory_bytes is None and (alone := started_alone(parallel)) is not None:
+        rule = (
+            "needs --kv-cache-memory-bytes on cuda: that is host memory, and a rank that is started by itself does not "
+            "know how many share this machine"
+        )
+        _refuse(*alone, rule)
     if model is None:
         return
     if kv_dtype(cache.cache_dtype, model.dtype) != model.dtype:
@@ -76,14 +99,6 @@ def _refuse_cache(cache: Any, model: Any) -> None:
     if cache.kv_sharing_fast_prefill:
         rule = "is not supported: vLLM does not say which rows of layers that skip prompts are a prompt's"
         _refuse("kv_sharing_fast_prefill", True, rule)
-
-
-def _refuse_connectors(transfer: Any) -> None:
-    """Refuse NIXL: between servers of different sizes it splits blocks as vLLM's own backends lay them out."""
-    inner = (transfer.kv_connector_extra_config or {}).get("connectors") or ()  # of a MultiConnector
-    for name in (transfer.kv_connector, *(one.get("kv_connector") for one in inner if isinstance(one, dict))):
-        if str(name).startswith("Nixl"):
-            _refuse("kv_connector", name, "NIXL is not supported: in a block, a head's bytes are not one piece")
 
 
 def _refuse_speculation(settings: HybridSparseConfig, vllm_config: Any) -> None:

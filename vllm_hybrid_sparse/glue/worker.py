@@ -8,19 +8,23 @@ import torch
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.backend import HybridSparseBackend
 from vllm_hybrid_sparse.glue.impl import HybridSparseImpl
+from vllm_hybrid_sparse.glue.local_workers import gpus_on_cores, local_workers
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.glue.support import cutting_window
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport
+from vllm_hybrid_sparse.kernels.fallbacks import take_fallbacks
 from vllm_hybrid_sparse.memory.frames import with_frame_room
 from vllm_hybrid_sparse.memory.prefault import prefault
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
-from vllm_hybrid_sparse.runtime.cores import usable_cores
+from vllm_hybrid_sparse.runtime.cores import share_cores, usable_cores
 from vllm_hybrid_sparse.runtime.host import begin_engine, host_runtime
 from vllm_hybrid_sparse.runtime.loaded_blocks import LoadedBlocks
 
@@ -43,7 +47,9 @@ class HostStoreWorker(WorkerBase):
 
     _connected = False  # whether a KV connector is configured
     _ready = False  # whether there is a KV cache, and so something to report
+    _reports = False  # whether outputs of steps carry reports
     _late: tuple[DecodeStats, TierStats | None] = (DecodeStats(), None)  # taken, not yet reported
+    _layer_pages: int | None = None  # the pool's slots for a layer, if the scheduler has to be told
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model. Its layers share nothing with those of an earlier engine in this process.
@@ -51,9 +57,12 @@ class HostStoreWorker(WorkerBase):
         Raises ConfigError for a model that chooses its attention backend itself.
         """
         begin_engine(local_workers(self.parallel_config))
+        share_cores(gpus_on_cores(self.parallel_config))
         super().load_model(load_dummy_weights=load_dummy_weights)
+        for name, layer in self.vllm_config.compilation_config.static_forward_context.items():
+            if isinstance(layer, AttentionLayerBase) and not isinstance(layer, MambaBase):
+                _refuse_own_choice(name, layer)
         for layer in get_layers_from_vllm_config(self.vllm_config, Attention).values():
-            _refuse_own_choice(layer)
             # A layer whose window never cuts is one that sees everything, and shares their blocks and block tables.
             layer.sliding_window = cutting_window(layer.sliding_window, self.vllm_config)
 
@@ -113,17 +122,22 @@ class HostStoreWorker(WorkerBase):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """End a step: return its tokens, with a report of what was read for them.
 
-        For every log_interval_s with decoding in it, lines in the log say the same.
+        For every log_interval_s with decoding in it, lines in the log say the same. A step that computes prompts alone
+        has nothing to report but the size of a pool that the scheduler does not know from the settings.
         """
         output = super().sample_tokens(grammar_output)
         stats, tiers = self._take_stats()
         if not stats.rows:
             self._late = stats, tiers
-            return output
+            return output if self._layer_pages is None else self._reported(output, DecodeStats(), None)
         now_s = time.monotonic()
         if self._logs and self._interval.due(now_s):
             self._write_lines()  # without this step: the time before it may have been idle
         self._interval.add(stats, tiers, now_s)
+        return self._reported(output, stats, tiers)
+
+    def _reported(self, output: Any, stats: DecodeStats, tiers: TierStats | None) -> Any:
+        """The output with a report, if it is a step's final output or the promise of it, and reports are possible."""
         if not self._reports:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
@@ -194,17 +208,13 @@ class HostStoreWorker(WorkerBase):
             isa=self._runtime.isa,
             threads=self._runtime.pool.size,
             thread_pool=self._runtime.helpers,
+            layer_pages=self._layer_pages,
+            fallbacks=take_fallbacks(),
         )
 
     def _write_lines(self) -> None:
         for line in self._interval.take(self._runtime.packed_bytes):
             logger.info("%s", line)
-
-
-def local_workers(parallel_config: Any) -> int:
-    """The number of workers that the engines have on this machine."""
-    workers: int = parallel_config.local_world_size * max(1, parallel_config.data_parallel_size_local)
-    return workers
 
 
 def one_of_each_storage(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -217,13 +227,16 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in one_of_each_storage(tensors))
 
 
-def _refuse_own_choice(layer: Attention) -> None:
-    """Refuse a layer whose backend the model chose itself, or whose values differ in size from keys (MiMo-V2's)."""
-    if layer.attn_backend is not HybridSparseBackend:
-        own = layer.attn_backend.__name__
+def _refuse_own_choice(name: str, layer: AttentionLayerBase) -> None:
+    """Refuse a layer whose backend the model chose itself, or whose values differ in size from keys (MiMo-V2's).
+
+    layer   of any class that has keys to attend to: some models have a class of their own beside vLLM's Attention
+    """
+    backend = layer.get_attn_backend()
+    if backend is not HybridSparseBackend:
         raise ConfigError(
-            f"{layer.layer_name}: the model has it attend by {own}, beside which hybrid_sparse is not supported"
+            f"{name}: the model has it attend by {backend.__name__}, beside which hybrid_sparse is not supported"
         )
-    if layer.head_size_v != layer.head_size:
+    if isinstance(layer, Attention) and layer.head_size_v != layer.head_size:
         rule = f"values of another size than keys ({layer.head_size}) are not supported"
         raise ConfigError(f"head_size_v={layer.head_size_v}: {rule} (attention backend hybrid_sparse)")

@@ -5,12 +5,13 @@ server with the scheduler's statistics of that step. On this way two fields, bot
 dictionary. We use the encoder cache connector's, since text models have no such connector. A report holds the
 *difference* to the report before. So counters are right in sum, whichever of several API servers adds a report. The
 logger that takes the report off (`stat_logger.py`) stands before vLLM's own, which see the field as it was without us.
+On the way the scheduler looks up how large the device pool is (`scheduler.py`).
 
 With tensor or pipeline parallelism vLLM reads the output of one worker, so the figures are those of its heads and
 layers.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
@@ -32,12 +33,24 @@ class WorkerReport:
     isa: str  # instruction set of the kernels
     threads: int
     thread_pool: str  # own or openmp
+    # Slots that the device pool has for each layer, of the worker that has the fewest. None: there is no pool, or the
+    # settings say how large it is.
+    layer_pages: int | None = None
+    fallbacks: dict[str, int] = field(default_factory=dict)  # by kind, since its last report
 
     def attach(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """The step's output, or a copy of it, with the report; not possible with an encoder cache connector."""
         assert output.ec_connector_output is None
         carrier = ECConnectorOutput(ec_connector_stats=ECConnectorStats(data={_KEY: asdict(self)}))
         return ModelRunnerOutput.with_ec_conn_output(output, carrier)
+
+
+def reported_layer_pages(output: ModelRunnerOutput) -> int | None:
+    """`layer_pages` of the report on a step's output; None if it has no report. The report stays on the output."""
+    carrier = output.ec_connector_output
+    carried = carrier.ec_connector_stats if carrier is not None else None
+    report = carried.data.get(_KEY) if carried is not None else None
+    return None if report is None else report["layer_pages"]
 
 
 def take_report(scheduler_stats: Any) -> WorkerReport | None:

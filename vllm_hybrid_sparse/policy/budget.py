@@ -25,7 +25,7 @@ class GroupBudgets:
     Logical block b of granularity blk is the candidates' tokens [b * blk, b * blk + blk), counted from the first
     candidate. So it consists of whole stored pages; the last block may be shorter. A head selects its best `blocks`
     blocks. The group reads the union of its heads' blocks, which is at most the sum that `volume` counts.
-    `volume` is for validation and tests: tasks are ordered by `GroupTask.volume_pages` (values.py).
+    `volume` is for validation and tests: tasks are ordered by the pages that they still read (`planner.by_volume`).
     """
 
     granularity: NDArray[np.int64]  # [groups] tokens of a block; 0: all heads stream, nothing is ranked or read

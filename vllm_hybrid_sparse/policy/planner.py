@@ -1,4 +1,7 @@
-"""Which group tasks of a step the device computes and which the host, by their volumes and what the device holds."""
+"""Which group tasks of a step the device computes and which the host, by their volumes and what the device holds.
+
+A task is what a group reads beyond the retained set, which is always the device's.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -6,13 +9,23 @@ from vllm_hybrid_sparse.values import GroupTask, Plan
 
 
 def by_volume(tasks: Sequence[GroupTask]) -> tuple[GroupTask, ...]:
-    """The tasks that read most first (Fluxion, section 6.2), ties by row and KV head."""
-    return tuple(sorted(tasks, key=lambda task: (-task.volume_pages, task.group)))
+    """The tasks that read most first (Fluxion, section 6.2), ties by row and KV head.
+
+    Fluxion orders by V(blk), eq. 3: the summaries that ranking reads, and the budgets of the group's heads. Ours are
+    ranked by now, so no summary is left to read, and the pages of the heads' union are known. What a task still reads
+    is those pages.
+    """
+    return tuple(sorted(tasks, key=lambda task: (-task.pages, task.group)))
 
 
 def plan_none(tasks: Sequence[GroupTask]) -> Plan:
-    """Everything on the device."""
+    """Everything on the device: Fluxion's GPU-only placement (section 2.2), not its "No Parallel" (`plan_all`)."""
     return Plan(device=by_volume(tasks))
+
+
+def plan_all(tasks: Sequence[GroupTask]) -> Plan:
+    """Everything on the host: Fluxion's hybrid placement (section 2.2), its "No Parallel" (section 8.3)."""
+    return Plan(host=by_volume(tasks))
 
 
 def plan_uniform(tasks: Sequence[GroupTask]) -> Plan:
@@ -30,8 +43,8 @@ def plan_length(tasks: Sequence[GroupTask]) -> Plan:
     for task in tasks:
         rows.setdefault(task.group.row, []).append(task)
     sides: tuple[list[GroupTask], list[GroupTask]] = ([], [])
-    loads = [0.0, 0.0]
-    lengths = {row: sum(task.volume_pages for task in row_tasks) for row, row_tasks in rows.items()}
+    loads = [0, 0]
+    lengths = {row: sum(task.pages for task in row_tasks) for row, row_tasks in rows.items()}
     for row in sorted(rows, key=lambda row: (-lengths[row], row)):
         side = 0 if loads[0] <= loads[1] else 1
         sides[side].extend(rows[row])
@@ -52,4 +65,5 @@ PLANNERS: dict[str, Callable[[Sequence[GroupTask]], Plan]] = {
     "uniform": plan_uniform,
     "length": plan_length,
     "queue": plan_queue,
+    "all": plan_all,
 }

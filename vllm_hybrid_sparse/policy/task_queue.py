@@ -9,6 +9,12 @@ from vllm_hybrid_sparse.values import GroupTask, Plan
 class TaskQueue:
     """A plan being carried out (Fluxion, section 6.2). Every task is taken once, by one side. Threads may share it.
 
+    It differs from Fluxion's queue in these points. There the GPU predicts, and a task is top-k selection and attention
+    of a group. Here the host predicts, and ranks the pages of all groups in one call before the queue is made, with all
+    of its threads; a task is attention alone. So tasks are ordered by the pages that they still read. There each side
+    takes one task; here the device takes several at a time (`take_for_device`), and those whose pages it holds are its
+    own.
+
     A side takes the tasks that only it may take last, because the other side would take the shared ones meanwhile.
     """
 

@@ -63,7 +63,7 @@ class BothSides:
         if self._asks_residency and wanted:
             missing = self._tier.loader.missing(step.rows.stored_pages(ReadingWave.of(wanted))).result().tolist()
         return [
-            GroupTask(group=reading.group, pages=len(reading.pages), missing=lacking, scored=reading.scored)
+            GroupTask(group=reading.group, pages=len(reading.pages), missing=lacking)
             for reading, lacking in zip(wanted, missing, strict=True)
         ]
 

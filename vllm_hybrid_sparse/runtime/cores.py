@@ -8,6 +8,17 @@ import torch
 RESERVED_VARIABLE = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 
 
+class _Bound:
+    """What is known of the cores that the worker of a GPU is bound to. `share_cores` alone writes it."""
+
+    gpus: int | None = None  # whose workers have the same cores; None: the worker is bound to none in particular
+
+
+def share_cores(gpus: int | None) -> None:
+    """Say how many GPUs' workers have the cores that this process may use; None: all GPUs' of the machine."""
+    _Bound.gpus = gpus
+
+
 def vllm_chooses_cores() -> bool:
     """Whether the user names neither the cores to compute on nor how many to keep for vLLM's other processes."""
     named = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
@@ -50,13 +61,17 @@ def default_threads(device: str, local_workers: int = 1) -> int:
     one of only two, a helper runs on the other, which is idle most of the time. If more than one is bound, OpenMP's own
     threads wait there for work, and helpers would get in their way.
 
-    With a GPU, vLLM leaves torch one thread. The kernel then takes the process's cores divided by the machine's GPUs,
-    less one core for the thread that launches.
+    With a GPU, vLLM leaves torch one thread. The kernel then takes the process's cores divided by the GPUs whose
+    workers have them (`share_cores`; all of the machine's, unless it is bound to some cores), less one core for the
+    thread that launches.
 
     local_workers   of the engine on this machine: a core that one leaves idle may be another's
     """
     if device == "cuda":
-        return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()) - 1)
+        own = len(os.sched_getaffinity(0))
+        bound = own < (os.cpu_count() or 0)  # vLLM goes on without binding if the system does not let it
+        gpus = (_Bound.gpus if bound else None) or torch.cuda.device_count()
+        return max(1, own // max(1, gpus) - 1)
     threads = torch.get_num_threads()
     lone = threads == len(bound_cores()) == local_workers == 1
     return 2 if vllm_chooses_cores() and lone and len(other_cores()) == 1 else threads

@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from vllm_hybrid_sparse.kernels.fallbacks import count_fallback
+
 logger = logging.getLogger(__name__)
 
 _MOST = 2048
@@ -86,6 +88,7 @@ class LaunchGraphs:
         try:
             graph = self._capture(launch)
         except Exception as error:  # noqa: BLE001 - whatever it is, launched one by one it is raised again
+            count_fallback("device_graphs")
             logger.warning(
                 "hybrid_sparse: launches cannot be captured in CUDA graphs (%s); what is not captured yet costs more",
                 error,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError
+from vllm_hybrid_sparse.kernels.fallbacks import count_fallback
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, NativeAttention
 from vllm_hybrid_sparse.memory.block_frames import FrameShape
 from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
@@ -118,6 +119,7 @@ class DeviceTier:
             return True
         needed = self._directory_bytes(stored_pages)
         if self.settings.device_pool_pages is None and needed > _MOST_DIRECTORY_SHARE * device_bytes:
+            count_fallback("device_ranking")
             logger.warning(
                 "hybrid_sparse.device_ranking='device': codes and places of all pages of the host store take %.1f GiB "
                 "of the device, more than %d %% of the %.1f GiB that there are; the host ranks pages",
@@ -144,6 +146,7 @@ class DeviceTier:
         capacity = self.pool.shape.capacity_pages
         frames = min(int(capacity * share), capacity - least) // shape.slots
         if frames < 1:
+            count_fallback("device_resident_share")
             logger.warning(
                 "hybrid_sparse.device_resident_share=%s: a block of all layers takes %d of the %d slots, so no request "
                 "is resident",
@@ -154,6 +157,11 @@ class DeviceTier:
             return None
         slots = None if self.ranking is None else self.ranking.directory
         return Residency(self.loader, shape, sources, frames, slots)
+
+    @property
+    def layer_pages(self) -> int:
+        """One layer's share of the slots, whether layers share them or each has a part, and whatever frames take."""
+        return self.pool.shape.capacity_pages // self.pool.shape.layers
 
     @property
     def groups_at_once(self) -> int:

@@ -19,6 +19,12 @@ Where the paper leaves a choice, this is ours:
   the whole host side, and a prefix cache, which holds whole blocks, never has them. The averages of the window begin
   again with the mean of the same rows' weights. So the state after a prompt depends on its tokens alone, not on how it
   was cut into chunks or on what was cached.
+- Eviction, packing and re-evaluation are done within the step's call, by the threads that also attend (`csrc/hgca.cpp`,
+  `csrc/reevaluate.cpp`). In the paper "async" threads do them beside the GPU (Algorithm 1, section 3.2.2). Here a row
+  attends after its evictions are packed, so it never depends on how far another thread is.
+- The sink belongs to the dense window. It is attended densely, never leaves, and counts in n and in the softmax of the
+  weights that are averaged. The paper's window holds recent tokens alone.
+- A decoded token's average begins at 0, so its first weight counts α. The paper does not say how an average begins.
 """
 
 from dataclasses import dataclass, field

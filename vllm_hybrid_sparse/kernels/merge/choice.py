@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from vllm_hybrid_sparse.kernels.fallbacks import count_fallback
 from vllm_hybrid_sparse.kernels.merge import reference
 
 logger = logging.getLogger(__name__)
@@ -17,7 +18,10 @@ Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @cache
 def choose_merge(device_type: str, dtype: torch.dtype) -> tuple[str, Merge]:
-    """The name and the function that merges states: flashinfer, triton or torch. A missing package is logged once.
+    """The name and the function that merges states: flashinfer, triton or torch.
+
+    A missing package is logged once, and counted. When serving, all states are float32, so FlashInfer's kernel is not
+    taken.
 
     device_type   cuda; any other gets torch
     dtype         of the outputs; FlashInfer merges bf16 and f16, Triton merges float32 states
@@ -30,10 +34,12 @@ def choose_merge(device_type: str, dtype: torch.dtype) -> tuple[str, Merge]:
 
         return "flashinfer", flashinfer.merge_states
     if find_spec("triton") is None:
+        count_fallback("merge_kernel")
         logger.warning("Neither FlashInfer nor Triton is installed: attention states are merged by torch")
         return "torch", reference.merge_states
     from vllm_hybrid_sparse.kernels.merge import gpu  # noqa: PLC0415  only where Triton is installed
 
     if half:
+        count_fallback("merge_kernel")
         logger.warning("FlashInfer is not installed: attention states are merged by Triton")
     return "triton", gpu.merge_states
