@@ -10,7 +10,7 @@ SIDE_BY_SIDE = -n $(TEST_JOBS) --dist loadfile
 MAY_BE_EMPTY = $(if $(ARGS),5,0)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench gpu-check
+.PHONY: help setup demo test test-all check bench gpu-check
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -29,6 +29,11 @@ test: setup ## unit tests, then system tests, TEST_JOBS=2 files at a time
 	$(PYTHON_BIN) -m pytest -m "system and not gpu and not slow" $(SIDE_BY_SIDE) --durations=20 --durations-min=20 $(ARGS); \
 	system=$$?; \
 	((unit == 0 && system == $(MAY_BE_EMPTY))) || exit $$system
+
+test-all: test ## make test, then the tests marked slow, one file at a time (hours)
+	@echo "test-all: slow tests"; \
+	$(PYTHON_BIN) -m pytest -m "slow and not gpu" --durations=20 --durations-min=20 $(ARGS); slow=$$?; \
+	((slow == 0 || slow == $(MAY_BE_EMPTY))) || exit $$slow
 
 check: setup ## ruff, formatting, types, import contracts
 	@echo "check: ruff"

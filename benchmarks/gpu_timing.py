@@ -1,13 +1,18 @@
 """Time per output token on a GPU: everything on the device, and hybrid_sparse with a device pool too small for it.
 
-    python -m benchmarks.gpu_timing [--cases 8Kx1,32Kx4] [--sides baseline,resident,fixed] [--device-gib 4]
+    python -m benchmarks.gpu_timing [--cases 8Kx1,32Kx4] [--sides baseline,resident,hybrid] [--device-gib 4]
 
 A random model of Llama-3.1-8B's shape decodes over contexts that vLLM's DecodeBenchConnector fills with random numbers,
 so no prompt is computed. Attention to random keys is nearly flat, and a threshold would read all of it: time fixed
 budgets this way, and thresholds on a real `--model` with `--computed` prompts. Each side is an engine in a process of
 its own that goes through all cases, shortest first. A side that fails or runs out of time leaves the rounds it had.
-Ratios are to the baseline and to `fixed` (top-k by Quest's bounds, a part of the pool for each layer, no host), from
-one run.
+Ratios are to the baseline, `fixed` and `hybrid`, from one run.
+
+Two sides read 5 % by Quest's bounds. `fixed` loads pages on demand and attends to them on the GPU, with a part of the
+pool for each layer (Fluxion, section 2.2, GPU-only). `hybrid` is Fluxion's own baseline, w/o Fluxion (16, 0.05) of its
+section 8.1: the device attends to the retained set, the host to all else, and each head has its own 5 %, of which the
+group reads the union. It is policy `fluxion` with one budget for every head, so it also pays for a prediction that is
+always the same, and for an anchor behind the prompt and every 256 tokens, more than are timed by default.
 
 `offload` is vLLM's own way with contexts that do not fit: the baseline's attention, `--device-gib` of KV on the device
 and the rest offloaded to host memory. A request's KV must come back as a whole before the request runs. So requests
@@ -35,6 +40,7 @@ from benchmarks.gpu_check import NOT_INSTALLED, Stage, find_gpu, last_lines, run
 from benchmarks.gpu_timing_rows import (
     BASELINE,
     FIXED,
+    HYBRID,
     OFFLOAD,
     WARM_UP_TOKENS,
     Case,
@@ -73,7 +79,25 @@ SIDES: dict[str, dict[str, Any] | None] = {
     LAUNCHED: {"policy": "topk", "topk_ratio": 0.05, **RANKED, "device_graphs": "off"},
     # In the sides below all rows are two-tier rows, and the host chooses their pages.
     "dense": {"policy": "dense", **TIERED},
+    # Pages are loaded on demand and attended on the device.
     FIXED: {"policy": "topk", "topk_ratio": 0.05, "summary": "minmax", "device_pool": "per_layer"},
+    # Fluxion's baseline: the host attends to what lies outside the window, 5 % of it for each head.
+    HYBRID: {
+        "policy": "fluxion",
+        "summary": "minmax",
+        "granularity": PAGE_TOKENS,
+        "dense_tokens": 0,
+        "host_share": "all",
+    },
+    # PSA as in its paper: ArkVale's cuboids, its rule for what is unread, one pool for all layers, LRU.
+    "psa": {
+        "policy": "progressive",
+        "threshold": 0.95,
+        "summary": "cuboid_mean",
+        "remainder": "lightest_page",
+        "device_eviction": "lru",
+        **TIERED,
+    },
     "topk": {"policy": "topk", "topk_ratio": 0.05, **TIERED},
     "static": {"policy": "topk", "topk_ratio": 0.05, "host_share": "uniform", **TIERED},  # split as HGCA splits
     "queue": {"policy": "topk", "topk_ratio": 0.05, "host_share": "queue", **TIERED},  # Fluxion's queue for both
@@ -85,14 +109,15 @@ SIDES: dict[str, dict[str, Any] | None] = {
 }
 DEVICE_SETTINGS = (
     "device_pool",
+    "device_eviction",
     "device_resident_share",
     "device_ranking",
     "device_graphs",
     "host_share",
 )  # those that need a device
 QUICK_CONNECTOR = FILLING_CONNECTOR | {"kv_connector_module_path": "benchmarks.serving.quick_fill"}
-FLUXION_BUDGET = 0.05  # share of the candidates, as the other sides read
-DEFAULT_SIDES = (BASELINE, "resident", "ranked", FIXED, "topk", "queue")
+FLUXION_BUDGET = 0.05  # share of the candidates, for every head
+DEFAULT_SIDES = (BASELINE, "resident", "ranked", HYBRID, FIXED, "topk", "queue")
 DEFAULT_CASES = "8Kx1,8Kx32,32Kx4,128Kx1,128Kx4"
 BF16_BYTES = 2
 OVERLAPPED_SHARE = 0.9  # of the GPU's memory, for all sides

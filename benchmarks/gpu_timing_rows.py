@@ -10,6 +10,7 @@ from vllm_hybrid_sparse.load.prometheus import total
 
 BASELINE = "baseline"
 FIXED = "fixed"
+HYBRID = "hybrid"
 OFFLOAD = "offload"
 WARM_UP_TOKENS = 4  # of every answer, not counted
 _COUNTED = (
@@ -88,7 +89,7 @@ def differences(before: Mapping[str, float], after: Mapping[str, float]) -> dict
 
 
 def summarise(rounds: Sequence[Json]) -> list[Json]:
-    """A row per case and side: medians of all rounds but the first; ratios to `baseline`, `fixed` and `offload`."""
+    """A row per case and side: medians of all rounds but the first; ratios to the sides that others are compared to."""
     groups: dict[tuple[str, str], list[Json]] = {}
     traced: dict[tuple[str, str], Json] = {}
     for row in rounds:
@@ -104,7 +105,7 @@ def summarise(rounds: Sequence[Json]) -> list[Json]:
 
     def ratios(case: str, row: Json) -> Json:
         found = {}
-        for reference in (BASELINE, FIXED):
+        for reference in (BASELINE, FIXED, HYBRID):
             other = rows.get((case, reference), {})
             if "step_ms" in row and "step_ms" in other:
                 found[f"{reference}_over_this"] = other["step_ms"] / row["step_ms"]
@@ -130,6 +131,7 @@ def table(rows: Sequence[Json], baseline: str) -> str:
             "tokens/s",
             f"{baseline} ÷ it",
             "fixed ÷ it",
+            "hybrid ÷ it",
             "whole round, tokens/s",
             "it ÷ offload",
             "KV read",
@@ -145,6 +147,7 @@ def table(rows: Sequence[Json], baseline: str) -> str:
                 shown(row, "tokens_per_s", ".0f"),
                 shown(row, f"{BASELINE}_over_this", ".2f"),
                 shown(row, f"{FIXED}_over_this", ".2f"),
+                shown(row, f"{HYBRID}_over_this", ".2f"),
                 shown(row, "round_tokens_per_s", ".0f"),
                 shown(row, f"this_over_{OFFLOAD}", ".2f"),
                 shown(row, "kv_read", ".1%"),

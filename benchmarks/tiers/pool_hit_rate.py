@@ -5,9 +5,10 @@
 The shipped kernels decode windows of the text one after another inside Transformers, in float32; the true token is fed
 whatever the model says. The pages that each step reads are noted and then replayed, with all requests side by side,
 through the shipped device pool, and through the directory of a device that ranks by itself (`directory`: the slots read
-longest ago go first, and none that was read in the last step). Shares are of all KV pages of the requests. The first
-step fills the pool and is not counted. The second half of the steps is also counted by itself, because the directory
-gives out few slots a step.
+longest ago go first, and none that was read in the last step). For comparison they are replayed with orders that the
+pool does not have (`frequency.py`): two that know how often pages were used, and one that knows the future, which no
+order can beat. Shares are of all KV pages of the requests. The first step fills the pool and is not counted. The second
+half of the steps is also counted by itself, because the directory gives out few slots a step.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.report import markdown_table, save
+from benchmarks.tiers.frequency import ORDERS, replay_order
 from benchmarks.tiers.traces import (
     PoolUse,
     Trace,
@@ -72,6 +74,10 @@ def rows_of(traces: list[Trace], policy: str, pages: int, shares: list[float], p
             )
             use = replay(traces, shape, microbatch_pages)
             rows.append(row("unified" if unified else "per_layer", eviction, use))
+        for unified in (True, False):
+            for order in ORDERS:
+                use = replay_order(traces, order, int(share * pages), microbatch_pages, unified=unified)
+                rows.append(row("unified" if unified else "per_layer", order, use))
         rows.append(row("unified", "directory", replay_directory(traces, int(share * pages))))
     return rows
 

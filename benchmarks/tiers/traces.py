@@ -138,11 +138,15 @@ def replay(traces: Sequence[Trace], shape: PoolShape, microbatch_pages: int) -> 
             )
         )
     pool.check_integrity()
-    return _use(counts, pool.evictions - evicted)
+    return pool_use(counts, pool.evictions - evicted)
 
 
-def _use(counts: Sequence[NDArray[np.int64]], evicted_pages: int) -> PoolUse:
-    """counts: for each step, the pages that were wanted and those that were found."""
+def pool_use(counts: Sequence[NDArray[np.int64]], evicted_pages: int) -> PoolUse:
+    """What a replay came to.
+
+    counts          for each step, the pages that were wanted and those that were found
+    evicted_pages   after the first step
+    """
     wanted, hits = np.sum(counts[1:], axis=0).tolist()
     late_wanted, late_hits = np.sum(counts[len(counts) // 2 :], axis=0).tolist()
     return PoolUse(
@@ -185,7 +189,7 @@ def replay_directory(traces: Sequence[Trace], capacity_pages: int) -> PoolUse:
             hits += int((found.slots[torch.arange(most) < listed[..., None]] >= 0).sum())
         counts.append(np.array([wanted, hits]))
     reference.check_integrity(directory.state)
-    return _use(counts, evicted)
+    return pool_use(counts, evicted)
 
 
 def layer_pages(traces: Sequence[Trace]) -> list[float]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from benchmarks.gpu_timing import SIDES, engine_arguments, fitting, parse_arguments, side_arguments, write_config
 from benchmarks.gpu_timing_rows import Case, counters, differences, parse_case, summarise, table, together, whole_round
@@ -75,7 +76,12 @@ def test_shares_are_of_what_a_round_has_added() -> None:
 
 
 def test_ratios_are_of_medians_without_the_first_round() -> None:
-    steps = {"baseline": [9.0, 4.0, 5.0, 6.0], "fixed": [99.0, 20.0, 20.0, 20.0], "topk": [50.0, 10.0, 10.0, 11.0]}
+    steps = {
+        "baseline": [9.0, 4.0, 5.0, 6.0],
+        "fixed": [99.0, 20.0, 20.0, 20.0],
+        "hybrid": [9.0, 30.0, 30.0, 30.0],
+        "topk": [50.0, 10.0, 10.0, 11.0],
+    }
     rounds = [
         {"side": side, "case": "8Kx2", "round": number, "step_ms": step, "tokens_per_s": 2e3 / step}
         for side, values in steps.items()
@@ -84,9 +90,10 @@ def test_ratios_are_of_medians_without_the_first_round() -> None:
     rows = {row["side"]: row for row in summarise(rounds)}
     assert rows["topk"]["baseline_over_this"] == 0.5
     assert rows["topk"]["fixed_over_this"] == 2.0
+    assert rows["topk"]["hybrid_over_this"] == 3.0
     assert rows["baseline"]["step_ms"] == 5.0
     assert "fixed_over_this" not in summarise(rounds[:4])[0]
-    assert len(table(list(rows.values()), "FLASH_ATTN").splitlines()) == 5
+    assert len(table(list(rows.values()), "FLASH_ATTN").splitlines()) == 6
 
 
 @pytest.mark.parametrize("name", ["", "8K", "Kx1", "0Kx1", "8Kx0", "8x1", "8Kx1.5"])
@@ -117,6 +124,30 @@ def test_a_case_has_its_name() -> None:
     assert parse_case("32Kx4").name == "32Kx4"
 
 
+def test_the_hybrid_and_psa_are_the_papers(tmp_path: Path) -> None:
+    """Fluxion's baseline: blocks of 16, 5 % a head, all of it on the host. PSA: its summary, rule and eviction."""
+    options = parse_arguments(["--device-gib", "0.5"])
+    options.folder, options.rows = tmp_path, tmp_path / "rows.jsonl"
+    write_config(tmp_path, layers=3, hidden=512)
+    common = engine_arguments(options, options.parsed)
+    hybrid, psa = (
+        HybridSparseConfig.from_mapping(side_arguments(side, options, common)["additional_config"]["hybrid_sparse"])
+        for side in ("hybrid", "psa")
+    )
+    assert (hybrid.policy, hybrid.granularity, hybrid.summary) == ("fluxion", 16, "minmax")
+    assert (hybrid.host_share, hybrid.sink_tokens, hybrid.window_tokens) == ("all", 64, 256)
+    assert hybrid.predictor is not None
+    assert load_file(hybrid.predictor)["target_mean"].tolist() == pytest.approx([0.05, 0.0])
+    assert (psa.policy, psa.threshold, psa.summary, psa.remainder) == (
+        "progressive",
+        0.95,
+        "cuboid_mean",
+        "lightest_page",
+    )
+    assert (psa.device_eviction, psa.device_ranking, psa.host_share) == ("lru", "host", "none")
+    assert (psa.device_pool, psa.device_resident_share, psa.admission) == ("unified", 0, "working_set")
+
+
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("device", ["cuda", "emulated", "none"])
 def test_every_side_is_legal_and_has_the_pool_that_was_asked_for(side: str, device: str, tmp_path: Path) -> None:
@@ -138,5 +169,5 @@ def test_every_side_is_legal_and_has_the_pool_that_was_asked_for(side: str, devi
         return
     settings = HybridSparseConfig.from_mapping(arguments["additional_config"]["hybrid_sparse"])
     assert settings.device == device
-    assert (settings.predictor is not None) == (side == "fluxion")
+    assert (settings.predictor is not None) == (side in ("fluxion", "hybrid"))
     assert settings.device_pool_pages == (None if device == "none" else 2**29 // (2 * 16 * 128 * 2))

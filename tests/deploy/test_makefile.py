@@ -1,4 +1,4 @@
-"""`make test`, with a pytest that only returns a status."""
+"""`make test` and `make test-all`, with a pytest that only returns a status."""
 
 import os
 import subprocess
@@ -9,16 +9,27 @@ import pytest
 from tests.deploy.files import ROOT, tool
 
 FAKE = """#!/bin/sh
-case "$*" in *"not system"*) echo unit; exit "$UNIT" ;; *) echo system; exit "$SYSTEM" ;; esac
+case "$*" in
+  *"not system"*) echo unit; exit "$UNIT" ;;
+  *"slow and not gpu"*) echo slow; exit "$SLOW" ;;
+  *) echo system; exit "$SYSTEM" ;;
+esac
 """
 
 
-def make_test(folder: Path, args: str, unit: int, system: int) -> subprocess.CompletedProcess[str]:
+def make_test(
+    folder: Path, args: str, unit: int, system: int, *, target: str = "test", slow: int = 0
+) -> subprocess.CompletedProcess[str]:
     python = folder / "python"
     python.write_text(FAKE)
     python.chmod(0o755)
-    env = {"PATH": os.environ["PATH"], "UNIT": str(unit), "SYSTEM": str(system)}  # nothing that an outer `make` exports
-    command = [tool("make", "make"), "-s", "-o", "setup", "test", f"PYTHON_BIN={python}", f"ARGS={args}"]
+    env = {
+        "PATH": os.environ["PATH"],
+        "UNIT": str(unit),
+        "SYSTEM": str(system),
+        "SLOW": str(slow),
+    }  # nothing that an outer `make` exports
+    command = [tool("make", "make"), "-s", "-o", "setup", target, f"PYTHON_BIN={python}", f"ARGS={args}"]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -39,3 +50,18 @@ def test_without_a_choice_neither_half_may_be_empty(tmp_path: Path, unit: int, s
     done = make_test(tmp_path, "", unit, system)
     assert done.returncode != 0
     assert ("system" in done.stdout.split("\n")) is (unit == 0)
+
+
+@pytest.mark.parametrize(("slow", "args"), [(0, ""), (0, "-k name"), (5, "-k name")])
+def test_all_is_the_same_and_then_what_is_slow(tmp_path: Path, slow: int, args: str) -> None:
+    done = make_test(tmp_path, args, 0, 0, target="test-all", slow=slow)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-3:-1] == ["test-all: slow tests", "slow"]
+    assert done.stdout.split("\n")[:4] == ["test: unit tests", "unit", "test: system tests", "system"]
+
+
+@pytest.mark.parametrize(("system", "slow", "args"), [(0, 1, ""), (0, 5, ""), (0, 1, "-k name"), (1, 0, "")])
+def test_all_fails_with_what_is_slow_and_with_what_is_not(tmp_path: Path, system: int, slow: int, args: str) -> None:
+    done = make_test(tmp_path, args, 0, system, target="test-all", slow=slow)
+    assert done.returncode != 0
+    assert ("slow" in done.stdout.split("\n")) is (system == 0)

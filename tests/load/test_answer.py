@@ -126,7 +126,7 @@ def test_the_chunk_that_closes_a_chat_may_hold_null() -> None:
         ([DONE], "ended without a token"),
         ([b"data: {\n\n"], "not JSON"),
         ([b"data: " + b"[" * 100_000 + b"]" * 100_000 + b"\n\n"], "not JSON"),  # deeper than Python's parser goes
-        ([b"data: {\"id\": " + b"1" * 5000 + b"}\n\n"], "not JSON"),  # more digits than Python makes a number of
+        ([b'data: {"id": ' + b"1" * 5000 + b"}\n\n"], "not JSON"),  # more digits than Python makes a number of
         ([b"data: 3\n\n"], "not an object"),
         ([event({"choices": "a"})], "choices is not a list"),
         ([event({"choices": [{"delta": "a"}]})], "delta is not an object"),

@@ -10,7 +10,7 @@ import aiohttp
 
 from vllm_hybrid_sparse.cli.server import Server
 
-_TIMEOUT = aiohttp.ClientTimeout(total=300)
+_TIMEOUT = aiohttp.ClientTimeout(total=900)  # of a request through the emulated device, on a busy machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,15 @@ from tests.system.completions import (
     post,
 )
 from tests.system.conftest import ANSWER_TOKENS
-from tests.system.variants import DEFAULT_VARIANTS, SLOW_VARIANTS, START_TIMEOUT_S, Variant, server_env
+from tests.system.variants import (
+    DEFAULT_VARIANTS,
+    EMULATED_VARIANTS,
+    SLOW_VARIANTS,
+    SMOLLM2_GROUPS,
+    START_TIMEOUT_S,
+    Variant,
+    server_env,
+)
 from vllm_hybrid_sparse.cli.server import Server
 
 ALONE_TOKENS = 16  # of an answer, if requests run one at a time, which makes each token slow
@@ -25,17 +33,25 @@ References = dict[tuple[int, ...], Answer]
 
 
 def _cases() -> list[object]:
-    slow = [pytest.param(variant, id=variant.name, marks=pytest.mark.slow) for variant in SLOW_VARIANTS]
+    slow = [
+        pytest.param(variant, id=variant.name, marks=pytest.mark.slow) for variant in SLOW_VARIANTS + EMULATED_VARIANTS
+    ]
     return [pytest.param(variant, id=variant.name) for variant in DEFAULT_VARIANTS] + slow
 
 
 @pytest.fixture(scope="module", params=_cases())
+def variant(request: pytest.FixtureRequest) -> Variant:
+    """Each way to serve."""
+    chosen: Variant = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
 def server(
-    request: pytest.FixtureRequest, smollm2: Path, reference: References, tmp_path_factory: pytest.TempPathFactory
+    variant: Variant, smollm2: Path, reference: References, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """One server of ours for each variant, after stock vLLM has given its answers and ended."""
     assert reference
-    variant: Variant = request.param
     log_path = tmp_path_factory.mktemp(variant.name) / "server.log"
     with Server(smollm2, variant.args, server_env(), log_path) as running:
         running.wait_ready(START_TIMEOUT_S)
@@ -52,11 +68,21 @@ def assert_equal_answers(reference: References, prompts: Sequence[Sequence[int]]
     assert not wrong, f"{len(wrong)} of {len(prompts)} answers differ from CPU_ATTN's:\n" + "\n".join(wrong)
 
 
-def test_alone(server: Server, reference: References, exact_prompts: list[list[int]]) -> None:
+def evicted_pages(server: Server, variant: Variant) -> float:
+    """Pages that made room for others in the device pool since the start; 0 without a device."""
+    return metric(server, "vllm_hybrid_sparse_device_evicted_pages_total") if variant.pool_pages else 0.0
+
+
+def test_alone(server: Server, variant: Variant, reference: References, exact_prompts: list[list[int]]) -> None:
     """One request at a time; prompts above 256 tokens are prefilled in chunks."""
+    before = evicted_pages(server, variant)
     answers = complete(server, exact_prompts, ALONE_TOKENS, concurrency=1)
     assert {len(answer.token_ids) for answer in answers} == {ALONE_TOKENS}
     assert_equal_answers(reference, exact_prompts, answers)
+    if variant.pool_pages:
+        # A decode step wants a page of every group at least, and finds no more than the pool holds.
+        steps, in_each = len(exact_prompts) * (ALONE_TOKENS - 1), SMOLLM2_GROUPS - variant.pool_pages
+        assert evicted_pages(server, variant) - before > (steps - 1) * in_each
 
 
 def test_batched(server: Server, reference: References, exact_prompts: list[list[int]]) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 START_TIMEOUT_S = 600  # compiling, on a busy machine
 MAX_MODEL_TOKENS = 2048
 CHUNK_TOKENS = 256
-_KV_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4  # SmolLM2-135M in fp32: K and V, 30 layers, 3 heads of 64
+SMOLLM2_GROUPS = 30 * 3  # layers and KV heads
+_KV_BYTES_PER_TOKEN = 2 * SMOLLM2_GROUPS * 64 * 4  # SmolLM2-135M in fp32: K and V, heads of 64
+_LEAST_POOL_PAGES = {"dense": 16, "progressive": 32}  # two microbatches of one group: a smaller pool is refused
 _SUMMARY_SHARE = {"dense": 0.0, "progressive": 1 / 32}  # of the KV bytes; for key codes a bit more, 320/8192
 CAPACITY_TOKENS = 2400  # little more than one longest request, so that concurrent requests preempt each other
 
@@ -51,19 +53,28 @@ class Variant:
     policy: str  # dense or progressive
     block_tokens: int
     compiled: bool
+    device: str = "none"  # or emulated, with the smallest pool: all 90 groups take turns at its slots
 
     @property
     def name(self) -> str:
         """Name of the test case."""
-        return f"{self.policy}-block{self.block_tokens}-{'compiled' if self.compiled else 'eager'}"
+        name = f"{self.policy}-block{self.block_tokens}-{'compiled' if self.compiled else 'eager'}"
+        return name if self.device == "none" else f"{name}-{self.device}"
+
+    @property
+    def pool_pages(self) -> int:
+        """Slots of the device pool; 0 without a device."""
+        return 0 if self.device == "none" else _LEAST_POOL_PAGES[self.policy]
 
     @property
     def args(self) -> list[str]:
         """Arguments of `vllm serve`: small prefill chunks, and a KV cache that concurrent requests overflow."""
-        threshold = {"threshold": 1.0} if self.policy == "progressive" else {}
+        settings: dict[str, object] = {"threshold": 1.0} if self.policy == "progressive" else {}
+        if self.pool_pages:  # however little fits, requests run side by side, so that some are preempted
+            settings |= {"device": self.device, "device_pool_pages": self.pool_pages, "admission": "none"}
         return [
             *stock_args("float32", MAX_MODEL_TOKENS, kv_cache_bytes(self.policy, CAPACITY_TOKENS)),
-            *our_args(policy=self.policy, **threshold),
+            *our_args(policy=self.policy, **settings),
             f"--block-size={self.block_tokens}",
             f"--max-num-batched-tokens={CHUNK_TOKENS}",
             "--enable-prefix-caching",
@@ -95,4 +106,8 @@ SLOW_VARIANTS = tuple(
     for block_tokens in (16, 32, 128)
     for compiled in (False, True)
     if (variant := Variant(policy, block_tokens, compiled)) not in DEFAULT_VARIANTS
+)
+EMULATED_VARIANTS = (
+    Variant("dense", 16, compiled=False, device="emulated"),
+    Variant("progressive", 128, compiled=True, device="emulated"),
 )
