@@ -20,13 +20,14 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Tiles of `rows` rows for the lifetime of this object. What runs next on the thread, oneDNN for one, finds no tiles of ours.
+// Tiles for results of `rows` rows and `columns` columns, for the lifetime of this object. What runs next on the thread, oneDNN for
+// one, finds no tiles of ours.
 class Tiles {
  public:
-  explicit Tiles(int rows) {
+  explicit Tiles(int rows, int columns = 16) {
     TileConfig config;
     for (int tile = 0; tile < 8; ++tile) {
-      config.column_bytes[tile] = tile == kHalfLeft ? 32 : 64;
+      config.column_bytes[tile] = static_cast<uint16_t>(tile == kHalfLeft ? 32 : tile == kWideLeft ? 64 : columns * 4);
       config.rows[tile] = static_cast<uint8_t>(tile == kWideRight ? 16 : tile == kHalfRight ? 8 : rows);
     }
     asm volatile("ldtilecfg %0" : : "m"(config));

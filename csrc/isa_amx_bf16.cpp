@@ -1,4 +1,5 @@
-// AMX for attention in bf16; for everything else the kernels for AVX-512 with products of bytes.
+// AMX for attention and for scores of bounds and centres, in bf16; for everything else the kernels for AVX-512 with products of
+// bytes.
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,6 +16,7 @@ namespace {
 #include "attend.inl"
 #include "amx_tiles.inl"
 #include "attend_amx.inl"
+#include "score_amx.inl"
 }  // namespace
 }  // namespace hybrid_sparse
 #pragma GCC pop_options
@@ -51,6 +53,7 @@ Isa amx_bf16() {
     kernels.prepare_query = query_itself;
     kernels.attend = attend_amx<false>;
     kernels.attend_keeping_scores = attend_amx<true>;
+    kernels.score = score_amx;
   }
   return isa;
 }

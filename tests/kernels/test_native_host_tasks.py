@@ -101,6 +101,44 @@ def test_scores_are_those_of_the_references(isa: str, summary: str, threads: int
             torch.testing.assert_close(scores[head].double(), expected[0], rtol=0, atol=tie)
 
 
+@pytest.mark.parametrize("summary", ["minmax", "cuboid_mean"])
+@pytest.mark.parametrize(
+    ("stored", "kv_heads", "group", "head_dim"),
+    [
+        (torch.bfloat16, 1, 1, 64),
+        (torch.bfloat16, 4, 3, 64),
+        (torch.bfloat16, 3, 4, 128),
+        (torch.bfloat16, 2, 8, 96),
+        (torch.bfloat16, 1, 16, 32),
+        (torch.bfloat16, 1, 17, 64),
+        (torch.bfloat16, 3, 9, 512),
+        (torch.bfloat16, 2, 3, 80),
+        (torch.float8_e4m3fn, 2, 5, 64),
+    ],
+)
+def test_scores_of_many_pages_are_those_of_the_references_wherever_blocks_are_cut(
+    isa: str, stored: torch.dtype, kv_heads: int, group: int, head_dim: int, summary: str
+) -> None:
+    """With AMX a block of eight pages is a tile. Rows, heads and dims that do not fit tiles are among these."""
+    shape = Shape(
+        dtype=stored,
+        num_q_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_tokens=128,
+        summary=summary,
+        isa=isa,
+        scale=head_dim**-0.5,
+    )
+    layer, request, table, query = served(shape, 700)
+    summaries = [summarize_pages(request.key[: 16 * 43, head], summary) for head in range(kv_heads)]
+    groups = zip(query.split(group), summaries, strict=True)
+    expected = torch.cat([reference_scores(rows, of_head, shape.scale, summary) for rows, of_head in groups])
+    for first, end in ((0, 43), (8, 40), (3, 41), (7, 39), (1, 32), (5, 6)):
+        scores = score_pages(layer.attention, query, layer.kv_cache, table, first, end)
+        torch.testing.assert_close(scores.double(), expected[:, first:end], rtol=0, atol=SCORE_TIE)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("code_bits", [1, 2])
 def test_scores_of_key_codes_over_many_pages_are_the_reference_s(isa: str, code_bits: int, threads: int) -> None:
