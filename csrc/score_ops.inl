@@ -67,11 +67,12 @@ static inline void score_row_tile(const ScoreArgs& args, const void* const* quer
 }
 
 // Scores the pages [first_page, first_page + num_pages) of a call; `means` and `steps` lie in ScoreArgs::scratch. A later block is
-// fetched ahead, both halves at the same time if tiles fill it; so are the first lines of the block after it, for their address
-// translation.
+// fetched ahead, both halves at the same time if tiles fill it. So is a line of each of the next few after it, for their address
+// translations, which then overlap.
 template <class T>
 static void score_chunk(const ScoreArgs& args, int first_page, int num_pages, float* means, float* steps) {
   constexpr int64_t kBytesAhead = 8192;
+  constexpr int kTouchedBlocks = 4;
   const PageTable& table = args.table;
   const CodeTileArgs code_args = {args.head_dim, args.code_bits, args.row_stride};
   const int per_block = table.pages_per_block;
@@ -86,10 +87,9 @@ static void score_chunk(const ScoreArgs& args, int first_page, int num_pages, fl
   for (int block = first_page / per_block; done < num_pages; ++block, first = 0) {
     const char* here = summaries_of(block);
     const char* soon = block + blocks_ahead <= last_block ? summaries_of(block + blocks_ahead) : nullptr;
-    if (block + blocks_ahead < last_block) {
-      const char* later = summaries_of(block + blocks_ahead + 1);
-      prefetch(later);
-      prefetch(later + half_block);
+    if (block % kTouchedBlocks == 0) {
+      const int last_touched = std::min(block + blocks_ahead + kTouchedBlocks, last_block);
+      for (int later = block + blocks_ahead + 1; later <= last_touched; ++later) prefetch(summaries_of(later));
     }
     const int count = per_block - first < num_pages - done ? per_block - first : num_pages - done;
     for (int head = 0; head < args.heads; ++head) {
