@@ -88,7 +88,8 @@ static void score_chunk(const ScoreArgs& args, int first_page, int num_pages, fl
     const char* here = summaries_of(block);
     const char* soon = block + blocks_ahead <= last_block ? summaries_of(block + blocks_ahead) : nullptr;
     if (block % kTouchedBlocks == 0) {
-      const int last_touched = std::min(block + blocks_ahead + kTouchedBlocks, last_block);
+      const int most_touched = block + blocks_ahead + kTouchedBlocks;
+      const int last_touched = most_touched < last_block ? most_touched : last_block;
       for (int later = block + blocks_ahead + 1; later <= last_touched; ++later) prefetch(summaries_of(later));
     }
     const int count = per_block - first < num_pages - done ? per_block - first : num_pages - done;

@@ -125,9 +125,12 @@ def most_at_once(served: Scheduled) -> int:
     return most
 
 
-def test_hgca_s_requests_want_the_retained_set_alone(config: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("settings", [{"policy": "hgca"}, {"policy": "topk", "host_share": "all"}], ids=["hgca", "all"])
+def test_if_the_host_reads_all_candidates_requests_want_the_retained_set_alone(
+    config: Callable[..., Any], settings: dict[str, str]
+) -> None:
     retained_pages = KV_HEADS * (1 + 2 + 1)
-    served = Scheduled(config(policy="hgca", device_pool_pages=3 * retained_pages * LAYERS), blocks=400)
+    served = Scheduled(config(**settings, device_pool_pages=3 * retained_pages * LAYERS), blocks=400)
     assert most_at_once(served) == 3
 
 

@@ -57,10 +57,11 @@ class HybridSparseScheduler(Scheduler):
     def _admit_within(self, layer_pages: int) -> None:
         """Admit by working sets from now on, in a pool with this many slots for each layer."""
         settings = settings_of(self.vllm_config)
+        host_reads_candidates = settings.salience is not None or settings.host_share == "all"
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         self._admission = Admission(
             retained=settings.retained,
-            selection=None if settings.salience else settings.selection,
+            selection=None if host_reads_candidates else settings.selection,
             kv_heads=max(spec.num_kv_heads for spec in specs),
             layer_pages=layer_pages,
             resident_pages=int(layer_pages * (settings.device_resident_share or 0.0)),

@@ -29,7 +29,7 @@ class Admission:
     """
 
     retained: RetainedSet
-    selection: SelectionSpec | None  # None: the device reads the retained set alone (HGCA)
+    selection: SelectionSpec | None  # None: the device reads the retained set alone
     kv_heads: int  # of a layer, in one worker
     layer_pages: int  # the pool's slots / layers
     resident_pages: int = 0  # the most of layer_pages that whole contexts take; 0: none is resident
