@@ -4,6 +4,9 @@
 
 inline constexpr int kTilePages = 8;
 inline constexpr int kTileElements = 32;  // of a summary
+// With fewer rows memory is what takes the time, and the clock of memory drops for a millisecond again and again if a call's scores
+// are by AMX and its attention is not (TRIED.md).
+inline constexpr int kFewestScoredRows = 4;
 inline constexpr int kMostScoredRows = 16;
 inline constexpr int kFewestScoredPages = 32;   // fewer are not worth the packing
 inline constexpr int64_t kPackedPairs = 16384;  // of bf16 operands: 64 KB, two heads at least. More may take several rounds
@@ -114,8 +117,9 @@ static void score_by_tiles(const ScoreArgs& args, int columns, ScoreBuffers& buf
 }
 
 static bool fits_tiles(const ScoreArgs& args) {
-  return args.code_bits == 0 && args.table.pages_per_block == kTilePages && args.summary_elements % kTileElements == 0 &&
-         args.rows <= kMostScoredRows && args.num_pages >= kFewestScoredPages;
+  return args.code_bits == 0 && args.rows >= kFewestScoredRows && args.rows <= kMostScoredRows &&
+         args.num_pages >= kFewestScoredPages && args.table.pages_per_block == kTilePages &&
+         args.summary_elements % kTileElements == 0;
 }
 
 static void score_amx(const ScoreArgs& all) {
