@@ -4,8 +4,8 @@
 
 inline constexpr int kTilePages = 8;
 inline constexpr int kTileElements = 32;  // of a summary
-// With fewer rows memory is what takes the time, and the clock of memory drops for a millisecond again and again if a call's scores
-// are by AMX and its attention is not (TRIED.md).
+// Fewer rows are bound by memory, which is slower for a millisecond now and then if scores are by AMX and attention is not
+// (TRIED.md).
 inline constexpr int kFewestScoredRows = 4;
 inline constexpr int kMostScoredRows = 16;
 inline constexpr int kFewestScoredPages = 32;   // fewer are not worth the packing
