@@ -20,7 +20,11 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Supervise a line of shell in a separate folder. At the end, processes that are left are killed."""
+    """Supervise a line of shell in a separate folder. At the end, processes that are left are killed.
+
+    A shell cannot trap a signal that was ignored when it started, as SIGHUP is below `nohup`, so that is undone here.
+    """
+    hung_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     running: list[subprocess.Popen[str]] = []
 
     def supervise(line: str, **env: str) -> subprocess.Popen[str]:
@@ -41,6 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the group: a server may outlive its supervisor
         process.communicate()
+    signal.signal(signal.SIGHUP, hung_up)
 
 
 def wait_for(seen: Callable[[], bool]) -> None:
