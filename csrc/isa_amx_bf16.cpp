@@ -16,6 +16,7 @@ namespace {
 #include "attend.inl"
 #include "amx_tiles.inl"
 #include "attend_amx.inl"
+#include "blocks_ahead.inl"
 #include "score_amx.inl"
 }  // namespace
 }  // namespace hybrid_sparse

@@ -10,6 +10,7 @@ namespace {
 #include "vec_avx512.inl"
 #include "traits.inl"
 #include "code_ops.inl"
+#include "blocks_ahead.inl"
 #include "score_ops.inl"
 }  // namespace
 }  // namespace hybrid_sparse

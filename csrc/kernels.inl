@@ -4,6 +4,7 @@
 #include "attend.inl"
 #include "salience.inl"
 #include "code_ops.inl"
+#include "blocks_ahead.inl"
 #include "score_ops.inl"
 #include "block_ops.inl"
 #include "dense_layer.inl"

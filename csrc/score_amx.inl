@@ -1,6 +1,6 @@
 // Page scores by AMX, for bounds and centres in bf16. In blocks of eight pages the summaries of a head's pages lie in memory as the
 // rows of a left tile. A right tile has the operands of the head's query rows, packed once a call.
-// Included inside the namespace and target region of one instruction set, after amx_tiles.inl.
+// Included inside the namespace and target region of one instruction set, after amx_tiles.inl and blocks_ahead.inl.
 
 inline constexpr int kTilePages = 8;
 inline constexpr int kTileElements = 32;  // of a summary
@@ -85,29 +85,22 @@ static inline void write_scores(const ScoreArgs& args, int columns, const HeadPr
     write_rows(of.products + row, columns, args.rows - row, args.scale, mask, scores + row * args.row_stride, args.row_stride);
 }
 
-// Fetches later blocks ahead as score_chunk does. A result is read again after the next one's products, so that no load waits for
+// A result is read again after the next one's products, so that no load waits for
 // its store.
 static void score_by_tiles(const ScoreArgs& args, int columns, ScoreBuffers& buffers) {
-  constexpr int64_t kBytesAhead = 8192;
-  const PageTable& table = args.table;
-  const int64_t head_bytes = kTilePages * table.summary_bytes;
+  const int64_t head_bytes = kTilePages * args.table.summary_bytes;
   const int64_t half_block = args.heads * head_bytes / 2;
   const int64_t head_pairs = int64_t{args.summary_elements} / 2 * columns;
-  const int blocks_ahead = static_cast<int>((kBytesAhead - 1) / (2 * half_block)) + 1;
-  const int last_block = (args.page_begin + args.num_pages - 1) / kTilePages;
-  const auto summaries_of = [&](int block) { return table.summaries + table.block_table[block] * table.block_stride; };
+  const int end_page = args.page_begin + args.num_pages;
+  const BlocksAhead blocks(args);
   HeadProducts stored = {};
-  for (int block = args.page_begin / kTilePages, tile = 0; block <= last_block; ++block) {
-    const char* here = summaries_of(block);
-    const char* soon = block + blocks_ahead <= last_block ? summaries_of(block + blocks_ahead) : nullptr;
-    if (block + blocks_ahead < last_block) {
-      const char* later = summaries_of(block + blocks_ahead + 1);
-      prefetch(later);
-      prefetch(later + half_block);
-    }
+  for (int block = args.page_begin / kTilePages, tile = 0; block * kTilePages < end_page; ++block) {
+    const char* here = blocks.summaries(block);
+    const char* soon = blocks.soon(block);
+    blocks.touch_later(block);
     for (int head = 0; head < args.heads; ++head, ++tile) {
       float* products = buffers.products[tile % 2];
-      multiply_pages(here + head * head_bytes, table.summary_bytes, buffers.queries + head * head_pairs, columns,
+      multiply_pages(here + head * head_bytes, args.table.summary_bytes, buffers.queries + head * head_pairs, columns,
                      soon ? soon + head * head_bytes / 2 : nullptr, half_block, products);
       write_scores(args, columns, stored);
       stored = {products, head, block};

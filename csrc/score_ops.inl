@@ -1,5 +1,5 @@
 // Query rows against the summaries of a range of pages.
-// Included inside the namespace and target region of one instruction set, after code_ops.inl.
+// Included inside the namespace and target region of one instruction set, after code_ops.inl and blocks_ahead.inl.
 
 // Multiplies one run of dims of `Pages` summaries, from the tile's `first_page` on, by the rows' operands. `Last`: half a run.
 template <class T, int Rows, int Pages, bool Last>
@@ -66,32 +66,23 @@ static inline void score_row_tile(const ScoreArgs& args, const void* const* quer
   }
 }
 
-// Scores the pages [first_page, first_page + num_pages) of a call; `means` and `steps` lie in ScoreArgs::scratch. A later block is
-// fetched ahead, both halves at the same time if tiles fill it. So is a line of each of the next few after it, for their address
-// translations, which then overlap.
+// Scores the pages [first_page, first_page + num_pages) of a call; `means` and `steps` lie in ScoreArgs::scratch. Both halves of a
+// later block are fetched at the same time if tiles fill it.
 template <class T>
 static void score_chunk(const ScoreArgs& args, int first_page, int num_pages, float* means, float* steps) {
-  constexpr int64_t kBytesAhead = 8192;
-  constexpr int kTouchedBlocks = 4;
   const PageTable& table = args.table;
   const CodeTileArgs code_args = {args.head_dim, args.code_bits, args.row_stride};
   const int per_block = table.pages_per_block;
   const int64_t head_bytes = per_block * table.summary_bytes;
   const int64_t half_block = args.heads * head_bytes / 2;
   const bool by_halves = per_block % kScorePages == 0;
-  const int blocks_ahead = static_cast<int>((kBytesAhead - 1) / (2 * half_block)) + 1;
-  const int last_block = (args.page_begin + args.num_pages - 1) / per_block;
-  const auto summaries_of = [&](int block) { return table.summaries + table.block_table[block] * table.block_stride; };
+  const BlocksAhead blocks(args);
   int done = 0;
   int first = first_page % per_block;
   for (int block = first_page / per_block; done < num_pages; ++block, first = 0) {
-    const char* here = summaries_of(block);
-    const char* soon = block + blocks_ahead <= last_block ? summaries_of(block + blocks_ahead) : nullptr;
-    if (block % kTouchedBlocks == 0) {
-      const int most_touched = block + blocks_ahead + kTouchedBlocks;
-      const int last_touched = most_touched < last_block ? most_touched : last_block;
-      for (int later = block + blocks_ahead + 1; later <= last_touched; ++later) prefetch(summaries_of(later));
-    }
+    const char* here = blocks.summaries(block);
+    const char* soon = blocks.soon(block);
+    blocks.touch_later(block);
     const int count = per_block - first < num_pages - done ? per_block - first : num_pages - done;
     for (int head = 0; head < args.heads; ++head) {
       for (int i = 0; i < count;) {

@@ -7,7 +7,7 @@ import torch
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.runtime import cores
-from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus, share_cores
+from vllm_hybrid_sparse.runtime.cores import default_threads, helper_cpus
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 
 NAMES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
@@ -88,13 +88,11 @@ def test_a_gpu_s_worker_takes_its_part_of_the_cores_that_it_is_bound_to(
     gpus_on_cores: int | None, cores_of_machine: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 32 cores, with eight GPUs in the machine. If 32 are all there are, the system did not let vLLM bind it."""
-    monkeypatch.setattr(cores._Bound, "gpus", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _pid: set(range(32)))
     monkeypatch.setattr(cores.os, "cpu_count", lambda: cores_of_machine)
-    share_cores(gpus_on_cores)
-    assert default_threads("cuda") == threads
-    assert default_threads("cuda", local_workers=8) == threads
+    assert default_threads("cuda", gpus_on_cores=gpus_on_cores) == threads
+    assert default_threads("cuda", local_workers=8, gpus_on_cores=gpus_on_cores) == threads
 
 
 @pytest.mark.usefixtures("one_of_two")

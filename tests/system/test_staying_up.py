@@ -15,7 +15,7 @@ from tests.system.completions import complete, metric
 from tests.system.test_families import byte_prompts
 from tests.system.tiny_models import make_tiny_model
 from tests.system.variants import START_TIMEOUT_S, our_args, server_env, stock_args
-from vllm_hybrid_sparse.cli.server import Server
+from vllm_hybrid_sparse.cli.server import Server, _status
 
 ARGS = [
     *stock_args("float32", 2048, 64 << 20),
@@ -44,10 +44,10 @@ def exit_status(server: Server) -> int:
     process = server._process
     assert process is not None
     deadline_s = time.monotonic() + ENDS_WITHIN_S
-    while server.running():
+    while (status := _status(process.pid)) is None:
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT).si_status
+    return status
 
 
 async def stream(server: Server, tokens: int, begun: asyncio.Event) -> tuple[int, str]:

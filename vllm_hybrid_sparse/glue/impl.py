@@ -27,7 +27,7 @@ from vllm_hybrid_sparse.runtime.step import TieredLayer
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 
 _WITHOUT_EFFECT = ("layer_idx",)  # vLLM gives it to some layers; attention does not depend on it
-_NO_CHUNKS = ("chunk_lookback", -1)  # what vLLM's layers without chunks give (Rnj-1)
+_NO_CHUNKS = -1  # the `chunk_lookback` that vLLM's layers without chunks give (Rnj-1)
 
 
 class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
@@ -49,17 +49,19 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
+        chunk_lookback: int | None = None,
         **extra: Any,
     ) -> None:
         vllm_config = get_current_vllm_config()
         for name, given, why in (
             ("alibi_slopes", alibi_slopes, "ALiBi position biases are not supported"),
             ("logits_soft_cap", logits_soft_cap or None, "soft-capped attention logits are not supported"),
-            *(
-                (name, given, "chunked local attention is not supported" if name == _NO_CHUNKS[0] else "not supported")
-                for name, given in extra.items()
-                if name not in _WITHOUT_EFFECT and (name, given) != _NO_CHUNKS
+            (
+                "chunk_lookback",
+                None if chunk_lookback == _NO_CHUNKS else chunk_lookback,
+                "chunked local attention is not supported",
             ),
+            *((name, given, "not supported") for name, given in extra.items() if name not in _WITHOUT_EFFECT),
         ):
             if given is not None:
                 raise ConfigError(f"{name}={given}: {why} (attention backend hybrid_sparse)")

@@ -24,7 +24,7 @@ from vllm_hybrid_sparse.kernels.fallbacks import take_fallbacks
 from vllm_hybrid_sparse.memory.frames import with_frame_room
 from vllm_hybrid_sparse.memory.prefault import prefault
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
-from vllm_hybrid_sparse.runtime.cores import share_cores, usable_cores
+from vllm_hybrid_sparse.runtime.cores import usable_cores
 from vllm_hybrid_sparse.runtime.host import begin_engine, host_runtime
 from vllm_hybrid_sparse.runtime.loaded_blocks import LoadedBlocks
 
@@ -56,11 +56,10 @@ class HostStoreWorker(WorkerBase):
 
         Raises ConfigError for a model that chooses its attention backend itself.
         """
-        begin_engine(local_workers(self.parallel_config))
-        share_cores(gpus_on_cores(self.parallel_config))
+        begin_engine(local_workers(self.parallel_config), gpus_on_cores(self.parallel_config))
         super().load_model(load_dummy_weights=load_dummy_weights)
-        for name, layer in self.vllm_config.compilation_config.static_forward_context.items():
-            if isinstance(layer, AttentionLayerBase) and not isinstance(layer, MambaBase):
+        for name, layer in get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase).items():
+            if not isinstance(layer, MambaBase):
                 _refuse_own_choice(name, layer)
         for layer in get_layers_from_vllm_config(self.vllm_config, Attention).values():
             # A layer whose window never cuts is one that sees everything, and shares their blocks and block tables.

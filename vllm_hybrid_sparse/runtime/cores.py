@@ -8,17 +8,6 @@ import torch
 RESERVED_VARIABLE = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 
 
-class _Bound:
-    """What is known of the cores that the worker of a GPU is bound to. `share_cores` alone writes it."""
-
-    gpus: int | None = None  # whose workers have the same cores; None: the worker is bound to none in particular
-
-
-def share_cores(gpus: int | None) -> None:
-    """Say how many GPUs' workers have the cores that this process may use; None: all GPUs' of the machine."""
-    _Bound.gpus = gpus
-
-
 def vllm_chooses_cores() -> bool:
     """Whether the user names neither the cores to compute on nor how many to keep for vLLM's other processes."""
     named = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
@@ -54,7 +43,7 @@ def helper_cpus(threads: int) -> list[int]:
     return [*bound_cores(), *other_cores()][1:threads]
 
 
-def default_threads(device: str, local_workers: int = 1) -> int:
+def default_threads(device: str, local_workers: int = 1, gpus_on_cores: int | None = None) -> int:
     """Threads of the CPU kernel if the settings give no number.
 
     Normally as many as torch has. By default vLLM binds a lone worker to one hardware thread of each core. If that is
@@ -62,15 +51,16 @@ def default_threads(device: str, local_workers: int = 1) -> int:
     threads wait there for work, and helpers would get in their way.
 
     With a GPU, vLLM leaves torch one thread. The kernel then takes the process's cores divided by the GPUs whose
-    workers have them (`share_cores`; all of the machine's, unless it is bound to some cores), less one core for the
-    thread that launches.
+    workers have them (all of the machine's, unless it is bound to some cores), less one core for the thread that
+    launches.
 
     local_workers   of the engine on this machine: a core that one leaves idle may be another's
+    gpus_on_cores   GPUs whose workers are bound to the same cores; None: this one is bound to none in particular
     """
     if device == "cuda":
         own = len(os.sched_getaffinity(0))
         bound = own < (os.cpu_count() or 0)  # vLLM goes on without binding if the system does not let it
-        gpus = (_Bound.gpus if bound else None) or torch.cuda.device_count()
+        gpus = (gpus_on_cores if bound else None) or torch.cuda.device_count()
         return max(1, own // max(1, gpus) - 1)
     threads = torch.get_num_threads()
     lone = threads == len(bound_cores()) == local_workers == 1

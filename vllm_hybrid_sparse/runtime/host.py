@@ -34,20 +34,23 @@ class _Engine:
     """What is known about the engine that this process is making."""
 
     local_workers = 1  # on this machine
+    gpus_on_cores: int | None = (
+        None  # GPUs whose workers are bound to the same cores as this one; None: it is not bound
+    )
 
 
 class HostRuntime:
     """Made once per engine from the settings; layers of one shape share a kernel and its scratch memory."""
 
-    def __init__(self, settings: HybridSparseConfig, local_workers: int = 1) -> None:
+    def __init__(self, settings: HybridSparseConfig, local_workers: int = 1, gpus_on_cores: int | None = None) -> None:
         """No layer is known yet.
 
-        local_workers   of the engine on this machine
+        local_workers, gpus_on_cores   of the engine on this machine, as `default_threads` needs them
         """
         self.settings = settings
         self.selection = native_selection(settings.selection, settings.retained)
         self.everything = native_selection(SelectionSpec(), settings.retained)  # for layers with a sliding window
-        threads = settings.num_threads or default_threads(settings.device, local_workers)
+        threads = settings.num_threads or default_threads(settings.device, local_workers, gpus_on_cores)
         if settings.num_threads > (cores := len(usable_cores())):
             logger.warning(
                 "hybrid_sparse.num_threads=%d: more than the %d cores there are, where they wait for each other",
@@ -243,13 +246,13 @@ class HostRuntime:
 @lru_cache(maxsize=1)
 def host_runtime(settings: HybridSparseConfig) -> HostRuntime:
     """The runtime of the engine that this process is making, the same for all of its layers."""
-    return HostRuntime(settings, _Engine.local_workers)
+    return HostRuntime(settings, _Engine.local_workers, _Engine.gpus_on_cores)
 
 
-def begin_engine(local_workers: int = 1) -> None:
+def begin_engine(local_workers: int = 1, gpus_on_cores: int | None = None) -> None:
     """Begin another engine: `host_runtime` makes a new runtime for it.
 
-    local_workers   of that engine on this machine
+    local_workers, gpus_on_cores   of that engine on this machine, as `HostRuntime` takes them
     """
-    _Engine.local_workers = local_workers
+    _Engine.local_workers, _Engine.gpus_on_cores = local_workers, gpus_on_cores
     host_runtime.cache_clear()
