@@ -14,6 +14,7 @@ from tests.deploy.files import DEPLOY
 
 SUPERVISE = DEPLOY / "supervise.sh"
 WITHIN_S = 60.0
+TOLD = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -22,9 +23,12 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(tmp_path: Path) -> Iterator[Start]:
     """Supervise a line of shell in a separate folder. At the end, processes that are left are killed.
 
-    A shell cannot trap a signal that was ignored when it started, as SIGHUP is below `nohup`, so that is undone here.
+    A shell cannot trap a signal that was ignored when it started, as SIGHUP is below `nohup` and SIGINT in what a
+    script runs in the background, so that is undone here.
     """
-    hung_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    ignored = [told for told in TOLD if signal.getsignal(told) is signal.SIG_IGN]
+    for told in ignored:
+        signal.signal(told, signal.SIG_DFL)
     running: list[subprocess.Popen[str]] = []
 
     def supervise(line: str, **env: str) -> subprocess.Popen[str]:
@@ -45,7 +49,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the group: a server may outlive its supervisor
         process.communicate()
-    signal.signal(signal.SIGHUP, hung_up)
+    for told in ignored:
+        signal.signal(told, signal.SIG_IGN)
 
 
 def wait_for(seen: Callable[[], bool]) -> None:
@@ -65,7 +70,7 @@ def test_it_starts_again_whatever_the_status(start: Start, tmp_path: Path, end: 
     wait_for(lambda: len(lines(tmp_path / "starts")) >= 2)
 
 
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("told", TOLD)
 def test_told_to_stop_it_tells_the_server_and_ends_with_its_status(
     start: Start, tmp_path: Path, told: signal.Signals
 ) -> None:
