@@ -66,18 +66,9 @@ int least_pages(RankedPages& rank, const float* parts, const std::vector<float>&
 
 // The prepared operands of the anchor's rows at one KV head; valid until the thread asks for others.
 const void* const* Engine::anchor_queries(const Anchor& anchor, int head) const {
-  const Layout& layout = geometry_.layout;
   const int group = geometry_.group();
-  static thread_local std::vector<const void*> queries;
-  static thread_local std::vector<char> prepared;
-  const int64_t operand_bytes = kernels_.query_bytes(layout.head_dim);
-  queries.resize(group);
-  prepared.resize(group * operand_bytes);
-  for (int g = 0; g < group; ++g) {
-    const char* row = anchor.state->query.data() + (int64_t{head} * group + g) * layout.head_dim * element_bytes(layout.dtype);
-    queries[g] = kernels_.prepare_query(row, layout.head_dim, prepared.data() + g * operand_bytes);
-  }
-  return queries.data();
+  const int64_t row_bytes = int64_t{geometry_.layout.head_dim} * element_bytes(geometry_.layout.dtype);
+  return operands(group, [&](int g) { return anchor.state->query.data() + (int64_t{head} * group + g) * row_bytes; });
 }
 
 void Engine::observe_anchors(const LayerCall& call, const Batch& batch, const FluxionLayer& layer) {

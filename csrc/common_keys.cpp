@@ -33,7 +33,7 @@ bool Engine::common_key(const PageTable& table, int page, float* common) const {
   return length > double{kLeastRatio} * kLeastRatio * (squared - length);
 }
 
-// Adds the rows' products with the common keys that were subtracted to the scores of pages. Arguments as in `run_score`.
+// Adds the rows' products with the common keys that were subtracted to the scores of pages. Arguments as in ScoreArgs.
 void Engine::add_common(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count,
                         float* scores, int64_t head_stride, int64_t row_stride) const {
   const Layout& layout = geometry_.layout;

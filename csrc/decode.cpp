@@ -254,18 +254,11 @@ void Engine::attend_span(const LayerCall& call, const Batch& batch, const Span& 
   const Layout& layout = geometry_.layout;
   const int group = geometry_.group();
   const Item& item = items_[span.item];
-  static thread_local std::vector<const void*> queries;
   static thread_local std::vector<int32_t> visible;
-  static thread_local std::vector<char> prepared;
-  const int64_t operand_bytes = kernels_.query_bytes(layout.head_dim);
-  queries.resize(group);
   visible.assign(group, item.seq_len);
-  prepared.resize(group * operand_bytes);
-  for (int g = 0; g < group; ++g)
-    queries[g] = kernels_.prepare_query(query_row(call, item.token, item.head * group + g), layout.head_dim,
-                                        prepared.data() + g * operand_bytes);
+  const void* const* queries = operands(group, [&](int g) { return query_row(call, item.token, item.head * group + g); });
   float* target = state(span.state);
-  AttendArgs args{queries.data(), visible.data(), group, span.pages, span.page_begin, span.count,
+  AttendArgs args{queries, visible.data(), group, span.pages, span.page_begin, span.count,
                   page_table(call, batch, item.request, item.head), layout.head_dim, geometry_.scale, target,
                   target + group, target + 3 * group, item.progressive ? target + 2 * group : nullptr};
   static thread_local std::vector<int32_t> hidden;

@@ -175,27 +175,20 @@ void Engine::run_row_block(const LayerCall& call, const Batch& batch, const RowB
     target = row_states_.data() + (block.first_state + std::max(split, 0)) * state_size;
   }
   if (split >= 0) {
-    static thread_local std::vector<const void*> queries;
     static thread_local std::vector<int32_t> visible;
     static thread_local std::vector<int32_t> hidden;
-    static thread_local std::vector<char> prepared;
-    const int64_t operand_bytes = kernels_.query_bytes(layout.head_dim);
-    queries.resize(rows);
     visible.resize(rows);
     hidden.resize(rows);
-    prepared.resize(rows * operand_bytes);
-    for (int t = 0; t < block.tokens; ++t) {
-      for (int g = 0; g < group; ++g) {
-        const int row = t * group + g;
-        queries[row] = kernels_.prepare_query(query_row(call, block.first_token + t, block.head * group + g),
-                                              layout.head_dim, prepared.data() + row * operand_bytes);
-        visible[row] = block.first_position + t + 1;
-        hidden[row] = geometry_.first_seen(visible[row]);
-      }
+    for (int row = 0; row < rows; ++row) {
+      visible[row] = block.first_position + row / group + 1;
+      hidden[row] = geometry_.first_seen(visible[row]);
     }
+    const void* const* queries = operands(rows, [&](int row) {
+      return query_row(call, block.first_token + row / group, block.head * group + row % group);
+    });
     const int begin = block.page_begin + static_cast<int>(int64_t{block.pages()} * split / block.splits);
     const int end = block.page_begin + static_cast<int>(int64_t{block.pages()} * (split + 1) / block.splits);
-    AttendArgs args{queries.data(), visible.data(), rows, nullptr, begin, end - begin,
+    AttendArgs args{queries, visible.data(), rows, nullptr, begin, end - begin,
                     page_table(call, batch, block.request, block.head), layout.head_dim, geometry_.scale, target,
                     target + rows, target + 3 * rows, nullptr};
     if (geometry_.sliding_window) args.hidden = hidden.data();

@@ -49,7 +49,7 @@ struct Batch {
   const int32_t* block_table = nullptr;   // [requests, block_table_stride]
   int64_t block_table_stride = 0;
   const int64_t* slot_mapping = nullptr;  // [tokens]; negative: not stored
-  const uint8_t* decode = nullptr;        // [requests]; 1: one query token, sparse; 0: exact
+  const uint8_t* decode = nullptr;        // [requests]; 1: sparse if it has one query token, else exact; 0: exact
   const int32_t* slots = nullptr;         // [requests]; where a layer keeps the request's state; null: no layer keeps any
 };
 
@@ -258,7 +258,7 @@ class Engine {
   struct Span {  // one task: attention for one item, or scoring for all items of a request
     int item;    // scoring: the request's first
     const int32_t* pages;  // null: a range
-    int page_begin;
+    int page_begin;  // Fluxion, scoring: this and `count` are logical blocks
     int count;
     int state;
     bool ends_microbatch = false;  // progressive
@@ -422,6 +422,18 @@ class Engine {
   PageTable page_table(const LayerCall& call, const Batch& batch, int request, int head) const;
   PageTable page_table(const RequestPages& of, int head) const;
   const char* query_row(const LayerCall& call, int token, int q_head) const;
+  // The operands of query rows for `Kernels::attend`; row r is `row_of(r)`. Valid until the thread comes to the same call again.
+  template <class RowOf>
+  const void* const* operands(int rows, RowOf row_of) const {
+    static thread_local std::vector<const void*> pointers;
+    static thread_local std::vector<char> prepared;
+    const int64_t bytes = kernels_.query_bytes(geometry_.layout.head_dim);
+    pointers.resize(rows);
+    prepared.resize(rows * bytes);
+    for (int r = 0; r < rows; ++r)
+      pointers[r] = kernels_.prepare_query(row_of(r), geometry_.layout.head_dim, prepared.data() + r * bytes);
+    return pointers.data();
+  }
 
   // A state: max [rows], sum [rows], page_lse_min [rows], output [rows][head_dim].
   int64_t state_floats(int rows) const { return int64_t{rows} * (3 + geometry_.layout.head_dim); }

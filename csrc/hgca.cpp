@@ -120,18 +120,11 @@ void Engine::attend_hgca_span(const LayerCall& call, const Batch& batch, const H
   const int group = geometry_.group();
   const HgcaItem& item = hgca_items_[span.item];
   const bool packed = span.part == HgcaSpan::Part::packed;
-  static thread_local std::vector<const void*> queries;
   static thread_local std::vector<int32_t> visible;
-  static thread_local std::vector<char> prepared;
-  const int64_t operand_bytes = kernels_.query_bytes(layout.head_dim);
-  queries.resize(group);
   visible.assign(group, packed ? item.state->packed.tokens() : item.seq_len);
-  prepared.resize(group * operand_bytes);
-  for (int g = 0; g < group; ++g)
-    queries[g] = kernels_.prepare_query(query_row(call, item.token, item.head * group + g), layout.head_dim,
-                                        prepared.data() + g * operand_bytes);
+  const void* const* queries = operands(group, [&](int g) { return query_row(call, item.token, item.head * group + g); });
   float* target = state(span.state);
-  AttendArgs args{queries.data(), visible.data(), group, nullptr, span.begin, span.count,
+  AttendArgs args{queries, visible.data(), group, nullptr, span.begin, span.count,
                   packed ? item.state->packed.table() : page_table(call, batch, item.request, item.head),
                   layout.head_dim, geometry_.scale, target, target + group, target + 3 * group, nullptr};
   if (span.part != HgcaSpan::Part::window) return kernels_.attend(args);

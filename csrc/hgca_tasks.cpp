@@ -27,7 +27,6 @@ int64_t Engine::attend_packed(HgcaLayer& layer, const int32_t* slots, int rows, 
   const int group = geometry_.group();
   const int groups = rows * geometry_.kv_heads;
   const int64_t query_bytes = int64_t{layout.head_dim} * element_bytes(layout.dtype);
-  const int64_t operand_bytes = kernels_.query_bytes(layout.head_dim);
   const auto packed = [&](int index) -> const PackedPages& {
     return layer.request(slots[index / geometry_.kv_heads]).heads[index % geometry_.kv_heads].packed;
   };
@@ -52,17 +51,12 @@ int64_t Engine::attend_packed(HgcaLayer& layer, const int32_t* slots, int rows, 
   pool_.session([&] {
     pool_.for_each(static_cast<int>(tasks.size()), [&](int i) {
       const Task& task = tasks[i];
-      static thread_local std::vector<const void*> queries;
       static thread_local std::vector<int32_t> visible;
-      static thread_local std::vector<char> prepared;
-      queries.resize(group);
       visible.assign(group, task.tokens);
-      prepared.resize(group * operand_bytes);
-      for (int g = 0; g < group; ++g)
-        queries[g] = kernels_.prepare_query(query + (int64_t{task.group} * group + g) * query_bytes, layout.head_dim,
-                                            prepared.data() + g * operand_bytes);
+      const void* const* queries =
+          operands(group, [&](int g) { return query + (int64_t{task.group} * group + g) * query_bytes; });
       float* target = state(i);
-      kernels_.attend({queries.data(), visible.data(), group, nullptr, task.begin, task.count, task.pages, layout.head_dim,
+      kernels_.attend({queries, visible.data(), group, nullptr, task.begin, task.count, task.pages, layout.head_dim,
                        geometry_.scale, target, target + group, target + 3 * group, nullptr});
     });
   });

@@ -41,12 +41,8 @@ void Engine::attend_pages(const RequestPages& of, const char* query, int head, c
   const Layout& layout = geometry_.layout;
   const int group = geometry_.group();
   const int64_t query_bytes = int64_t{layout.head_dim} * element_bytes(layout.dtype);
-  const int64_t operand_bytes = kernels_.query_bytes(layout.head_dim);
-  std::vector<char> prepared(group * operand_bytes);
-  std::vector<const void*> queries(group);
   const std::vector<int32_t> visible(group, seq_len);
-  for (int g = 0; g < group; ++g)
-    queries[g] = kernels_.prepare_query(query + g * query_bytes, layout.head_dim, prepared.data() + g * operand_bytes);
+  const void* const* queries = operands(group, [&](int g) { return query + g * query_bytes; });
   const int parts = std::clamp(count / kMinSpanPages, 1, kSpansPerThread * pool_.size());
   reserve_states(parts);
   pool_.session([&] {
@@ -54,7 +50,7 @@ void Engine::attend_pages(const RequestPages& of, const char* query, int head, c
       const int first = static_cast<int>(int64_t{count} * part / parts);
       const int last = static_cast<int>(int64_t{count} * (part + 1) / parts);
       float* target = state(part);
-      AttendArgs args{queries.data(), visible.data(), group, pages + first, 0, last - first, page_table(of, head),
+      AttendArgs args{queries, visible.data(), group, pages + first, 0, last - first, page_table(of, head),
                       layout.head_dim, geometry_.scale, target, target + group, target + 3 * group, target + 2 * group};
       if (!token_scores) return kernels_.attend(args);
       args.token_scores = token_scores + int64_t{first} * kPageTokens;

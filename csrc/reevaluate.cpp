@@ -109,17 +109,11 @@ void Engine::score_tokens(const PageTable& table, const Reevaluation& of, int g,
                           int count, float* scores, int64_t stride) {
   const Layout& layout = geometry_.layout;
   const int64_t head_bytes = int64_t{layout.head_dim} * element_bytes(layout.dtype);
-  static thread_local std::vector<const void*> queries;
   static thread_local std::vector<int32_t> visible;
-  static thread_local std::vector<char> prepared;
-  const int64_t operand_bytes = kernels_.query_bytes(layout.head_dim);
-  queries.resize(of.rows);
   visible.assign(of.rows, 0);  // only the value side reads it
-  prepared.resize(of.rows * operand_bytes);
-  for (int r = 0; r < of.rows; ++r)
-    queries[r] = kernels_.prepare_query(of.judges + (r * geometry_.q_heads + of.head * geometry_.group() + g) * head_bytes,
-                                        layout.head_dim, prepared.data() + r * operand_bytes);
-  kernels_.attend_keeping_scores({queries.data(), visible.data(), of.rows, pages, page_begin, count, table, layout.head_dim,
+  const void* const* queries = operands(
+      of.rows, [&](int r) { return of.judges + (r * geometry_.q_heads + of.head * geometry_.group() + g) * head_bytes; });
+  kernels_.attend_keeping_scores({queries, visible.data(), of.rows, pages, page_begin, count, table, layout.head_dim,
                    geometry_.scale, nullptr, nullptr, nullptr, nullptr, scores, stride});
 }
 

@@ -85,8 +85,7 @@ static inline void write_scores(const ScoreArgs& args, int columns, const HeadPr
     write_rows(of.products + row, columns, args.rows - row, args.scale, mask, scores + row * args.row_stride, args.row_stride);
 }
 
-// A result is read again after the next one's products, so that no load waits for
-// its store.
+// A result is read again after the next one's products, so that no load waits for its store.
 static void score_by_tiles(const ScoreArgs& args, int columns, ScoreBuffers& buffers) {
   const int64_t head_bytes = kTilePages * args.table.summary_bytes;
   const int64_t half_block = args.heads * head_bytes / 2;

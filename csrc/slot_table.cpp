@@ -200,7 +200,8 @@ void SlotTable::slots_of(const int64_t* pages, int count, int32_t* slots) const 
 
 bool SlotTable::is_idle_run(int32_t first, int length) const {
   if (first < 0 || length < 0 || first + int64_t{length} > int64_t{shares_count()} * every_)
-    throw std::out_of_range("slots " + std::to_string(first) + " and " + std::to_string(length) + " on: there are none");
+    throw std::out_of_range("slots " + std::to_string(first) + " to " + std::to_string(first + int64_t{length}) + ": there are " +
+                            std::to_string(int64_t{shares_count()} * every_));
   return std::all_of(slots_.begin() + first, slots_.begin() + first + length,
                      [](const Slot& slot) { return slot.pins == 0 && !slot.aside; });
 }
@@ -220,9 +221,11 @@ void SlotTable::set_aside(const int32_t* firsts, int runs, int length, uint8_t* 
 }
 
 void SlotTable::give_back(const int32_t* firsts, int runs, int length) {
+  for (int run = 0; run < runs; ++run)  // before any is free
+    for (int32_t slot = firsts[run] + length; slot-- > firsts[run];)
+      if (!slots_.at(slot).aside) throw std::invalid_argument("slot=" + std::to_string(slot) + ": is in use");
   for (int run = 0; run < runs; ++run)
     for (int32_t slot = firsts[run] + length; slot-- > firsts[run];) {
-      if (!slots_.at(slot).aside) throw std::invalid_argument("slot=" + std::to_string(slot) + ": is in use");
       slots_[slot].aside = false;
       shares_[slot / every_].free.push_back(slot);
     }

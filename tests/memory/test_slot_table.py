@@ -138,8 +138,9 @@ def test_a_run_with_a_pinned_slot_is_not_set_aside() -> None:
     assert table.set_aside(runs(0, 3, 4), 2).tolist() == [False, True, False]
     assert resident(table) == {0, 1, 2}
     with pytest.raises(ValueError, match="slot=2: is in use"):
-        table.give_back(runs(1), 2)
-    with pytest.raises(IndexError, match="slots 5 and 2 on: there are none"):
+        table.give_back(runs(3, 1), 2)
+    assert not table.set_aside(runs(3), 2).any()  # still are: none is given back unless all can be
+    with pytest.raises(IndexError, match="slots 5 to 7: there are 6"):
         table.set_aside(runs(5), 2)
 
 
