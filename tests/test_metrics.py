@@ -3,6 +3,8 @@
 from dataclasses import fields
 from types import SimpleNamespace
 
+import pytest
+
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 
 GIB = 2**30
@@ -73,7 +75,7 @@ def test_lines_that_are_due_when_a_step_comes_say_nothing_of_the_idle_time_befor
     interval.add(STEP, None, 1020.0)
     assert interval.due(1600.0)
     (line,) = interval.take(packed_bytes=0)  # as the worker does before it counts the step at 1600
-    assert "decoded 60 tokens (3.0 a second)" in line
+    assert "decoded 60 tokens (1.5 a second)" in line
 
 
 def test_the_rate_is_that_of_the_time_between_the_steps_and_each_line_begins_anew() -> None:
@@ -82,12 +84,22 @@ def test_the_rate_is_that_of_the_time_between_the_steps_and_each_line_begins_ane
     interval.add(DecodeStats(), None, 1005.0)  # a prompt
     interval.add(STEP, None, 1010.0)
     (line,) = interval.take(packed_bytes=0)
-    assert "decoded 60 tokens (6.0 a second)" in line
+    assert "decoded 60 tokens (3.0 a second)" in line
     assert interval.take(packed_bytes=0) == []
     interval.add(STEP, None, 5000.0)
     assert not interval.due(5001.0)
     (line,) = interval.take(packed_bytes=0)
     assert "decoded 30 tokens, reading" in line  # one step has no duration
+
+
+@pytest.mark.parametrize("steps", [2, 3, 600])
+def test_the_rate_of_steps_of_equal_length_does_not_depend_on_their_number(steps: int) -> None:
+    interval = Interval(60.0)
+    step = DecodeStats(rows=8, pages_total=1, total_bytes=GIB)
+    for index in range(steps):
+        interval.add(step, None, 1000.0 + index / 10)
+    (line,) = interval.take(packed_bytes=0)
+    assert f"decoded {8 * steps} tokens (80.0 a second)" in line
 
 
 def test_a_device_has_a_line_of_its_own_which_begins_anew_too() -> None:

@@ -59,15 +59,15 @@ class DecodeStats:
         """Bytes read over those of a full read, counting summaries as read; 0 if nothing was decoded."""
         return self.read_bytes / self.total_bytes if self.total_bytes else 0.0
 
-    def describe(self, seconds: float = 0.0, packed_bytes: int = 0) -> str:
+    def describe(self, seconds: float = 0.0, packed_bytes: int = 0, untimed_rows: int = 0) -> str:
         """One line for a log.
 
-        seconds        that decoding took; 0 leaves out the rate
+        seconds        that decoding took, but for the first `untimed_rows` rows; 0 leaves out the rate
         packed_bytes   what HGCA's packed copies hold now
         """
-        tokens = f"{self.rows} tokens" + (f" ({self.rows / seconds:.1f} a second)" if seconds > 0 else "")
+        rate = f" ({(self.rows - untimed_rows) / seconds:.1f} a second)" if seconds > 0 else ""
         parts = [
-            f"decoded {tokens}, reading {self.share_read:.1%} of their KV cache "
+            f"decoded {self.rows} tokens{rate}, reading {self.share_read:.1%} of their KV cache "
             f"({self.read_bytes / _GIB:.2f} of {self.total_bytes / _GIB:.2f} GiB)"
         ]
         if self.judged:
@@ -144,6 +144,7 @@ class Interval:
         self._length_s = length_s
         self._stats = DecodeStats()
         self._tiers = TierStats()
+        self._first_rows = 0  # rows of the first step, which ended at `_begun_s`
         self._begun_s = self._latest_s = 0.0
 
     def add(self, stats: DecodeStats, tiers: TierStats | None, now_s: float) -> None:
@@ -151,7 +152,7 @@ class Interval:
         if not stats.rows:
             return
         if not self._stats.rows:
-            self._begun_s = now_s
+            self._first_rows, self._begun_s = stats.rows, now_s
         self._latest_s = now_s
         self._stats = self._stats + stats
         if tiers is not None:
@@ -162,8 +163,12 @@ class Interval:
         return bool(self._stats.rows) and now_s - self._begun_s >= self._length_s
 
     def take(self, packed_bytes: int) -> list[str]:
-        """Return the lines and begin anew; none if nothing was decoded. The rate is from the first to the last step."""
+        """Return the lines and begin anew; none if nothing was decoded.
+
+        The rate is from the end of the first step to that of the last, of the rows between; a single step has none.
+        """
         stats, self._stats = self._stats, DecodeStats()
         tiers, self._tiers = self._tiers, TierStats()
-        lines = [stats.describe(self._latest_s - self._begun_s, packed_bytes)] if stats.rows else []
+        seconds = self._latest_s - self._begun_s
+        lines = [stats.describe(seconds, packed_bytes, self._first_rows)] if stats.rows else []
         return [*lines, tiers.describe()] if tiers.groups else lines

@@ -61,17 +61,13 @@ class Settings:
             policies=("progressive",),
         )
     )
-    remainder: str | None = setting_field(
-        Setting(
-            kind=str,
-            default="auto",
-            values=f"one of {', '.join(REMAINDERS)}",
-            allows=REMAINDERS.__contains__,
-            meaning="how the weight of unread pages is estimated: estimated, from their key codes; lightest_page, by "
-            "assuming that each weighs as much as the lightest page read (PSA); auto takes estimated if the summary is "
-            "key_codes, otherwise lightest_page",
-            policies=("progressive",),
-        )
+    remainder: str | None = choice_field(
+        "auto",
+        REMAINDERS,
+        "how the weight of unread pages is estimated: estimated, from their key codes; lightest_page, by assuming that "
+        "each weighs as much as the lightest page read (PSA); auto takes estimated if the summary is key_codes, "
+        "otherwise lightest_page",
+        policies=("progressive",),
     )
     topk_ratio: float | None = setting_field(
         Setting(

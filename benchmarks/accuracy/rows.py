@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_hybrid_sparse.predictor.whole_file import whole_file
+from vllm_hybrid_sparse.whole_file import whole_file
 
 Row = dict[str, object]
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse import _native
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch, native_selection
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, native_selection
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.kernels.paged_attention.reference import paged_attention
 from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.memory.prefault import prefault

@@ -44,7 +44,7 @@ class DecodingLayer:
         from vllm.model_executor.layers.attention import Attention  # noqa: PLC0415  (seconds to import)
 
         from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadata  # noqa: PLC0415
-        from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch  # noqa: PLC0415
+        from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch  # noqa: PLC0415
 
         self.attention: Any = Attention(
             Q_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, cache_config=vllm_config.cache_config, prefix=_NAME

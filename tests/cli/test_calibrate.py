@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from vllm_hybrid_sparse.cli import calibrate as calibrate_module
+from vllm_hybrid_sparse.cli.calibrate import CalibrationOptions
 from vllm_hybrid_sparse.cli.calibration_texts import file_windows, prose_window
 from vllm_hybrid_sparse.cli.collect import SamplingPlan, collect_window
 from vllm_hybrid_sparse.cli.main import main
@@ -74,7 +75,7 @@ def test_a_predictor_is_written_for_the_model_with_its_command_and_no_paths(
 ) -> None:
     out = tmp_path / "tiny.safetensors"
     assert main(arguments(model_folder, text, out)) == 0
-    _, origin = load_predictor(out, SHAPE, RetainedSet(), PageRanking(), 0.02)
+    _, origin = load_predictor(out, SHAPE, RetainedSet(), PageRanking())
     assert origin.command == (
         "hybrid-sparse calibrate tiny --texts stories.txt --summary key_codes --code-bits 2 --unread-attributed "
         "0.5 --out tiny.safetensors --tokens 900 --windows 3 --prose-windows 1 --skip-tokens 0 --segment-tokens "
@@ -181,8 +182,9 @@ def test_bad_input_is_refused_with_its_rule(
     model_folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, missing = tmp_path / "p.safetensors", tmp_path / "missing"
-    binary, short = tmp_path / "binary.txt", tmp_path / "short.txt"
+    binary, short, empty = tmp_path / "binary.txt", tmp_path / "short.txt", tmp_path / "empty.txt"
     binary.write_bytes(b"\xff\xfe\xfa" * 999)
+    empty.write_text("\n")
     short.write_text("Too short.")
     taken = tmp_path / "taken"
     taken.write_text("a file where the work folder should be")
@@ -192,7 +194,8 @@ def test_bad_input_is_refused_with_its_rule(
         (arguments(missing, text, out), f"model={missing}: must be the folder or the name of a Transformers"),
         (arguments(windowed, text, out), f"model={windowed}: 2 of its layers have a sliding window"),
         (arguments(model_folder, missing, out), f"texts={missing}: no such file"),
-        (arguments(model_folder, binary, out), f"texts={binary}: must be UTF-8 text"),
+        (arguments(model_folder, binary, out), f"texts={binary}: must be UTF-8 (byte 0 is not)"),
+        (arguments(model_folder, empty, out), f"texts={empty}: must not be empty"),
         (arguments(model_folder, short, out), f"texts={short}: has 10 tokens, must have 900 after the first 0"),
         (arguments(model_folder, text, missing / "p"), f"out={missing / 'p'}: must be a file in a folder that exists"),
         (arguments(model_folder, text, tmp_path), f"out={tmp_path}: must be a file in a folder that exists"),
@@ -213,6 +216,17 @@ def test_bad_input_is_refused_with_its_rule(
         assert said in capsys.readouterr().err
     assert not out.exists()
     assert not (tmp_path / "p.safetensors.work").exists()
+
+
+def test_what_is_not_given_is_as_the_options_have_it(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line repeats their defaults, since it must not import torch for its help."""
+    seen: list[CalibrationOptions] = []
+    monkeypatch.setattr(calibrate_module, "calibrate", lambda options: seen.append(options) or {})
+    out = tmp_path / "p.safetensors"
+    assert main(["calibrate", "a-model", "--texts", str(text), "--out", str(out)]) == 0
+    assert seen == [CalibrationOptions(model="a-model", texts=(text,), out=out)]
 
 
 @pytest.mark.parametrize("ranking", [PageRanking(), PageRanking(summary="minmax", code_bits=None)])

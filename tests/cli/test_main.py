@@ -18,6 +18,8 @@ from vllm_hybrid_sparse.cli.smollm2 import CACHE_VARIABLE
         (["--text-tokens", "7901"], "text-tokens=7901: must be 1 to 7900"),
         (["--settings", "{"], "settings={: must be JSON"),
         (["--settings", "[1]"], "settings=[1]: must be a JSON object"),
+        (["--settings", f'{{"threshold": {"1" * 5000}}}'], f'settings={{"threshold": {"1" * 66}: must be JSON'),
+        (["--settings", "[" * 100_000], f"settings={'[' * 80}: must be JSON"),
     ],
 )
 def test_bad_demo_option_is_refused_with_its_rule(
@@ -87,7 +89,10 @@ def test_no_command_is_a_usage_error() -> None:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (ModuleNotFoundError("No module named 'gguf'", name="gguf"), "the package gguf is not installed; pip install"),
+        (
+            ModuleNotFoundError("No module named 'gguf'", name="gguf"),
+            "the package gguf is not installed; pip install '.[bench,demo]' in",
+        ),
         (OSError(28, "No space left on device"), "No space left on device"),
     ],
 )

@@ -85,6 +85,8 @@ def model_of(**changes: Any) -> Any:
         "enable_sleep_mode": False,
         "get_sliding_window": lambda: None,
         "get_head_size": lambda: 64,
+        "get_num_attention_heads": lambda _parallel: 8,
+        "get_num_kv_heads": lambda _parallel: 2,
         "hf_text_config": SimpleNamespace(),
     }
     return SimpleNamespace(**(given | changes))

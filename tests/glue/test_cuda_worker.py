@@ -140,7 +140,8 @@ def test_vllm_counts_blocks_by_host_memory_and_the_pool_gets_what_profiling_leav
     worker = bare_worker()
     worker._layers = lambda: [SimpleNamespace(impl=impl)]
     worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=asked)
-    worker.parallel_config = SimpleNamespace(local_world_size=1, data_parallel_size_local=2)
+    worker.parallel_config = SimpleNamespace(local_world_size=1, data_parallel_size_local=2, numa_bind=False)
+    worker.local_rank = 0
     worker.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=1000))
     monkeypatch.setattr(cuda_worker, "host_runtime", lambda _settings: runtime)
     monkeypatch.setattr(cuda_worker, "set_current_vllm_config", lambda _config: torch.no_grad())

@@ -154,3 +154,11 @@ def test_a_layer_that_looks_at_chunks_is_refused_and_one_that_says_it_does_not_i
         layer_of_vllm(monkeypatch, chunk_lookback=1)
     with pytest.raises(ConfigError, match="another=-1: not supported"):
         layer_of_vllm(monkeypatch, another=-1)
+
+
+@pytest.mark.parametrize("name", ["output_scale", "output_block_scale"])
+def test_outputs_that_are_to_be_quantised_are_refused_by_name_and_value(name: str) -> None:
+    given: Any = {name: torch.tensor(0.5)}
+    rows = torch.zeros(1, 4, 64)
+    with pytest.raises(ConfigError, match=rf"^{name}=0\.5: fused output quantisation is not supported"):
+        HybridSparseImpl.forward(SimpleNamespace(), None, rows, rows, rows, rows, None, rows, **given)  # type: ignore[arg-type]

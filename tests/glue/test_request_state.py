@@ -15,7 +15,7 @@ from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadataBuilder
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.host import HostRuntime, host_runtime
 

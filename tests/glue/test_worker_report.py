@@ -174,7 +174,7 @@ def test_idle_time_is_no_part_of_a_line(steps: Steps) -> None:
         steps.clock.now_s = 1000.0 + second
         steps.step(STEP)
     (line,) = steps.lines
-    assert line.startswith("hybrid_sparse: decoded 6 tokens (0.3 a second)")
+    assert line.startswith("hybrid_sparse: decoded 6 tokens (0.2 a second)")
 
 
 def test_no_lines_where_the_interval_is_zero(steps: Steps) -> None:

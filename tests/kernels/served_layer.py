@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse import _native
-from vllm_hybrid_sparse.kernels.paged_attention.native import STORED_NAMES, NativeAttention, NativeBatch
+from vllm_hybrid_sparse.kernels.paged_attention.native import STORED_NAMES, NativeAttention
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.values import RetainedSet, SalienceSpec, SelectionSpec
 

@@ -7,7 +7,8 @@ import torch
 
 from tests.kernels.served_layer import ServedLayer, Shape
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch, supported_isas
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, native_selection, supported_isas
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 
 RIGHT: dict[str, Any] = {
@@ -79,6 +80,8 @@ BATCH: dict[str, torch.Tensor] = {
         ("decode_mask", torch.tensor([[True, False], [True, False]])),
         ("decode_mask", torch.tensor(True)),
         ("decode_mask", torch.zeros(2, dtype=torch.bool, device="meta")),
+        ("decode_mask", torch.zeros(2)),
+        ("decode_mask", torch.zeros(2, dtype=torch.int32)),
     ],
 )
 def test_a_batch_of_the_wrong_shape_is_refused_by_name(name: str, wrong: torch.Tensor) -> None:
@@ -155,6 +158,24 @@ def test_tensors_that_do_not_fit_are_refused_by_name(name: str, wrong: torch.Ten
     }
     with pytest.raises(KernelError, match=f"^{name}"):
         layer.attention.forward(**(right | {name: wrong}))
+
+
+@pytest.mark.parametrize(
+    ("selection", "retained", "rule"),
+    [
+        (SelectionSpec(), None, "retained=None: must be given with a SelectionSpec"),
+        (
+            native_selection(SelectionSpec(), RetainedSet()),
+            RetainedSet(window_tokens=128),
+            r"retained=RetainedSet\(.*window_tokens=128\): must be None with a selection that has its own",
+        ),
+    ],
+)
+def test_a_retained_set_is_given_once(selection: Any, retained: RetainedSet | None, rule: str) -> None:
+    layer = ServedLayer(Shape(), num_blocks=2)
+    query, new, batch = torch.zeros(3, 4, 64), torch.zeros(3, 2, 64), NativeBatch.from_tensors(**BATCH)
+    with pytest.raises(KernelError, match=f"^{rule}$"):
+        layer.attention.forward(query, new, new, layer.kv_cache, batch, selection, retained, query.clone())
 
 
 def test_a_key_without_its_value_is_refused() -> None:

@@ -13,7 +13,8 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.fluxion.native import choose_pages, fluxion_layer, native_predictor
 from vllm_hybrid_sparse.kernels.fluxion.reference import ANCHOR_ROWS, weigh_pages
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch, native_selection, stored_batch
+from vllm_hybrid_sparse.kernels.paged_attention.native import native_selection
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch, stored_batch
 from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
 from vllm_hybrid_sparse.predictor.features import DECODE_FEATURES, FEATURES, observe_anchor
 from vllm_hybrid_sparse.predictor.model import Predictor
@@ -287,7 +288,9 @@ def test_what_does_not_fit_is_refused() -> None:
     native = native_predictor(Predictor())
     with pytest.raises(KernelError, match="granularity=48: must be 0 or one of 16, 32, 64, 128"):
         fluxion_layer(native, layer=0, tau=0.1, granularity=48)
-    with pytest.raises(KernelError, match="layer=0, tau=0"):
+    with pytest.raises(KernelError, match=r"^layer=-1: must be 0 or more$"):
+        fluxion_layer(native, layer=-1, tau=0.1)
+    with pytest.raises(KernelError, match=r"^tau=0\.0: must be above 0$"):
         fluxion_layer(native, layer=0, tau=0.0)
     with pytest.raises(KernelError, match="dense_tokens=-1: must be 0 or more"):
         fluxion_layer(native, layer=0, tau=0.1, dense_tokens=-1)

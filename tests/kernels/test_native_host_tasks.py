@@ -10,11 +10,11 @@ from tests.tolerances import CODE_TIE, SCORE_TIE, assert_close
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_weights
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import attend_pages, score_pages
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.kernels.score.reference import score_pages as reference_scores
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages as reference_attention
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
-from vllm_hybrid_sparse.values import SelectionSpec
+from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 
 
 def served(shape: Shape, tokens: int) -> tuple[ServedLayer, Request, torch.Tensor, torch.Tensor]:
@@ -165,7 +165,7 @@ def test_a_row_of_length_zero_is_stored_and_not_attended() -> None:
         torch.tensor([request.blocks[1] * 32 + 15]),
         torch.ones(1, dtype=torch.bool),
     )
-    layer.attention.forward(query[None], key, value, layer.kv_cache, batch, SelectionSpec(), None, output)
+    layer.attention.forward(query[None], key, value, layer.kv_cache, batch, SelectionSpec(), RetainedSet(), output)
     assert output.eq(7.0).all()
     pages = torch.tensor([2], dtype=torch.int32)
     state = attend_pages(layer.attention, query[:2], layer.kv_cache, table, 0, pages, 48)

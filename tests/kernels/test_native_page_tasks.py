@@ -10,7 +10,8 @@ from tests.kernels.served_layer import ServedLayer, Shape
 from tests.tolerances import SCORE_TIE, THRESHOLD_TIE
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import attend_pages, score_pages
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch, native_selection, stored_batch
+from vllm_hybrid_sparse.kernels.paged_attention.native import native_selection
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch, stored_batch
 from vllm_hybrid_sparse.kernels.paged_attention.page_tasks import OrderedPages, order_candidates, score_candidates
 from vllm_hybrid_sparse.kernels.score.reference import log_unread_after
 from vllm_hybrid_sparse.policy.selectors import SpecSelector, group_scores

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 
 TOKENS = 509  # neither whole pages nor whole chunks of four

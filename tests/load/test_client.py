@@ -272,7 +272,22 @@ def test_an_address_may_have_a_name_and_the_api_s_path(text: str, name: str, roo
     assert Address.parse("url", text) == Address(name, root)
 
 
-@pytest.mark.parametrize("text", ["", "host:80", "ftp://host", "http://", "http://host:port", "http://host/?a=1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "host:80",
+        "ftp://host",
+        "http://",
+        "http://host:port",
+        "http://host/?a=1",
+        "http://[::1",
+        "http://a]b",
+        "http://[zz]",
+        "http://h\u2100/",
+        "ours=http://[::1",
+    ],
+)
 def test_an_address_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^vs=.*: must be http://HOST"):
         Address.parse("vs", text)

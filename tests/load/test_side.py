@@ -16,7 +16,7 @@ from vllm_hybrid_sparse.load.arrivals import ClosedLoop
 from vllm_hybrid_sparse.load.client import new_session
 from vllm_hybrid_sparse.load.prometheus import QUEUE_TIME
 from vllm_hybrid_sparse.load.requests import Request
-from vllm_hybrid_sparse.load.side import LoadError, Measured, Side, served_model
+from vllm_hybrid_sparse.load.side import Measured, MeasuringError, Side, served_model
 from vllm_hybrid_sparse.load.target import Address, Target, Usage
 
 PROBE = Request(prompt="a b c d", max_tokens=2)
@@ -73,15 +73,15 @@ def test_a_server_that_is_none_is_named_with_what_it_did() -> None:
     with serving() as server:
         server.models_status = 401
         with pytest.raises(
-            LoadError, match=r"^url=http://127.0.0.1:.*: answers HTTP 401 to GET /v1/models; name the model"
+            MeasuringError, match=r"^url=http://127.0.0.1:.*: answers HTTP 401 to GET /v1/models; name the model"
         ):
             model_of(server.url, None)
         server.models_status = 200
         for answer in ("<html>", {"models": []}, {"data": [{"name": "a"}]}):
             server.models = answer
-            with pytest.raises(LoadError, match="something else than a list of models"):
+            with pytest.raises(MeasuringError, match="something else than a list of models"):
                 model_of(server.url, None)
-    with pytest.raises(LoadError, match="cannot be reached"):
+    with pytest.raises(MeasuringError, match="cannot be reached"):
         model_of(f"http://127.0.0.1:{free_port()}", None)
 
 
@@ -107,7 +107,7 @@ def test_the_fullest_usage_that_a_server_takes_is_asked_for(refused: list[str], 
 
 def test_a_server_that_refuses_every_request_is_an_error_with_its_answer() -> None:
     with serving(lambda _server, _body: Reply([b"no such model"], status=404)) as server:
-        with pytest.raises(LoadError, match=r"url=.*/v1/completions: refused \(HTTP 404: no such model\)"):
+        with pytest.raises(MeasuringError, match=r"url=.*/v1/completions: refused \(HTTP 404: no such model\)"):
             with_side(server.url, lambda side: side.find_out(PROBE))
         assert len(server.requests) == 1  # another form of usage would not help
 
@@ -131,7 +131,10 @@ def test_warming_up_measures_one_request_after_another() -> None:
 
 
 def test_a_request_that_fails_before_the_run_ends_it() -> None:
-    with serving(lambda _server, _body: Reply([b"full"], status=503)) as server, pytest.raises(LoadError) as caught:
+    with (
+        serving(lambda _server, _body: Reply([b"full"], status=503)) as server,
+        pytest.raises(MeasuringError) as caught,
+    ):
         with_side(server.url, lambda side: side.warm_up([PROBE], stop=asyncio.Event(), say=print))
     assert "refused before the run (HTTP 503: full)" in str(caught.value)
 

@@ -46,6 +46,8 @@ def test_blank_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
     [
         ("{", "must be JSON"),
         ("[]", "must be a JSON object"),
+        pytest.param("1" * 5000, "must be JSON", id="a number of 5000 digits"),
+        pytest.param("[" * 100_000, "must be JSON", id="a deep nesting"),
         ('{"max_tokens": 1}', "exactly one of prompt and messages"),
         ('{"prompt": "a", "messages": [], "max_tokens": 1}', "exactly one of prompt and messages"),
         ('{"prompt": "a"}', "max_tokens=None: must be a whole number"),
@@ -58,6 +60,7 @@ def test_blank_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
         ('{"messages": ["a"], "max_tokens": 1}', "messages: must be a list of objects"),
         ('{"prompt": "a", "max_tokens": 1, "arrival_s": -1}', "arrival_s=-1: must be 0 or more"),
         ('{"prompt": "a", "max_tokens": 1, "arrival_s": "soon"}', "arrival_s=soon: must be a number"),
+        (f'{{"prompt": "a", "max_tokens": 1, "arrival_s": 1{"0" * 400}}}', "must be 0 or more, finite"),
         ('{"prompt": "a", "max_tokens": 1, "ignore_eos": 1}', "ignore_eos=1: must be true or false"),
         ('{"prompt": "a", "max_tokens": 1, "group": 1}', "group=1: must be a text"),
         ('{"prompt": "a", "max_tokens": 1, "temperature": 1}', "temperature: unknown key"),

@@ -166,11 +166,7 @@ class DirectoryStates(RuleBasedStateMachine):
     def step(self, data: st.DataObject, decoding: int) -> None:
         rows = self.requests[:decoding] if data.draw(st.booleans()) else self.requests[::-1][:decoding]
         rows = [request for request in rows if self.append(request)]
-        if data.draw(st.booleans()):
-            self.directory.begin_step(self.written)
-        else:
-            self.directory.begin_step([])
-            self.directory.forget_blocks([page // PAGES_PER_BLOCK for page in self.written])
+        self.directory.begin_step(self.written)
         self.written = []
         self.check()
         self.frames(data)
@@ -292,26 +288,15 @@ def test_a_page_that_is_read_no_more_makes_room() -> None:
     assert min(slots) >= 0
 
 
-def test_forgotten_blocks_are_found_no_more() -> None:
+def test_written_pages_are_found_no_more() -> None:
     directory, content = make_directory(8 * DIFFERENT), Content()
     read_all(directory, content, ROWS)
     read_all(directory, content, ROWS)
-    directory.begin_step([ROWS[0].page(7)])
-    directory.forget_blocks([1])
+    directory.begin_step([ROWS[0].page(7), ROWS[0].page(2), ROWS[0].page(3)])
     found = look_up(directory, 1, ROWS[:1], torch.arange(5).expand(1, KV_HEADS, -1), torch.full((1, 2), 5).int())
     assert [slot >= 0 for _, slot in found[:5]] == [True, False, False, True, True]
     found = look_up(directory, 1, ROWS[:1], None, torch.full((1, 2), 3).int())
     assert [slot >= 0 for _, slot in found[:3]] == [True, True, False]
-
-
-def test_blocks_are_not_forgotten_while_their_pages_may_be_arriving() -> None:
-    directory, content = make_directory(40), Content()
-    read_all(directory, content, ROWS)
-    with pytest.raises(AssertionError, match="pages may be arriving"):
-        directory.forget_blocks([0])
-    directory.begin_step([])
-    directory.forget_blocks([0])
-    directory.forget_blocks([])
 
 
 def test_the_reserve_is_filled_beside_what_is_set_aside() -> None:

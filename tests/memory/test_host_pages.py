@@ -36,6 +36,13 @@ def test_every_page_is_what_was_packed(dtype: str, block_tokens: int, summary: s
     assert pages.read(numbered([]))[0].shape == (0, 16, 48)
 
 
+def test_eight_bits_which_devices_do_not_take_are_refused() -> None:
+    layout = BlockLayout(dtype="e4m3", head_dim=16, block_tokens=16, summary="none")
+    cache = torch.empty(2, KV_HEADS * layout.head_block_bytes, dtype=torch.uint8)
+    with pytest.raises(KernelError, match=r"^dtype=e4m3: must be bf16, f16 or f32"):
+        HostPages(cache, layout, KV_HEADS)
+
+
 def test_a_row_that_holds_no_block_is_refused() -> None:
     layout = BlockLayout(dtype="f32", head_dim=16, block_tokens=16, summary="none")
     with pytest.raises(KernelError, match="rows of 4096 bytes must hold whole elements, and a block of 6144 bytes"):

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.memory.pinned import LEFT_BYTES, SHARE, available_bytes, host_store_bytes, pin, unpin
+from vllm_hybrid_sparse.memory.pinned import (
+    LEFT_BYTES,
+    SHARE,
+    available_bytes,
+    host_store_bytes,
+    node_available_bytes,
+    pin,
+    unpin,
+)
 
 GIB = 2**30
 
@@ -84,8 +92,23 @@ def test_the_tightest_group_around_this_process_counts(
     assert available_bytes(root) == expected * GIB
 
 
+def test_a_numa_node_has_what_is_free_there_and_what_files_take(tmp_path: Path) -> None:
+    """Shared memory does not give way. A node that says nothing, or too little, is unknown."""
+    path = tmp_path / "sys/devices/system/node/node1/meminfo"
+    path.parent.mkdir(parents=True)
+    parts = {"MemTotal": 900, "MemFree": 100, "Active(file)": 20, "Inactive(file)": 3, "FilePages": 500, "Shmem": 477}
+    lines = [f"Node 1 {name + ':':16} {size:8} kB\n" for name, size in parts.items()]
+    path.write_text("".join([*lines, "Node 1 HugePages_Total:     0\n"]))
+    assert node_available_bytes(1, tmp_path) == 123 * 1024
+    assert node_available_bytes(0, tmp_path) is None
+    path.write_text("".join(lines[:2]))
+    assert node_available_bytes(1, tmp_path) is None
+
+
 def test_this_machine_has_memory() -> None:
     assert 0 < available_bytes() < 2**60
+    of_node = node_available_bytes(0)
+    assert of_node is None or 0 < of_node < 2**60
 
 
 def test_a_store_of_no_given_size_shares_half_of_what_is_there() -> None:

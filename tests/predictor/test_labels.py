@@ -5,7 +5,7 @@ import torch
 
 from tests.predictor.cases import RETAINED, SCALE, random_layer
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.predictor.labels import LABEL_GRANULARITIES, fit_growth, label_heads
+from vllm_hybrid_sparse.predictor.labels import LABEL_GRANULARITIES, fit_growth, is_streaming, label_heads
 from vllm_hybrid_sparse.predictor.labels_reference import least_budgets
 
 
@@ -18,8 +18,7 @@ def test_budgets_are_those_of_trying_each(group: int, tokens: int, tau: float) -
     least, settled = least_budgets(*layer, SCALE, RETAINED, tau)
     assert labels.budgets.tolist() == [pytest.approx(row, abs=1e-12) for row in least]
     assert labels.settled.tolist() == [pytest.approx(row[1:], abs=1e-12) for row in settled]
-    assert labels.streaming.tolist() == [row[0] == 0 for row in least]
-    assert labels.base_budget.tolist() == labels.budgets[:, 0].tolist()
+    assert is_streaming(labels.budgets).tolist() == [row[0] == 0 for row in least]
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -76,7 +75,7 @@ def test_without_page_weights_nothing_is_known_of_the_unread() -> None:
 
 def test_the_cases_hold_streaming_and_retrieval_heads_and_errors_that_rise_again() -> None:
     labels = label_heads(*random_layer(8, 401, seed=401), SCALE, RETAINED, 0.1)
-    assert 0 < labels.streaming.sum() < 16
+    assert 0 < is_streaming(labels.budgets).sum() < 16
     assert (labels.settled > labels.budgets[:, 1:]).any()
     assert (labels.settled >= labels.budgets[:, 1:]).all()
 
@@ -86,7 +85,7 @@ def test_without_candidates_every_head_streams(tokens: int) -> None:
     labels = label_heads(*random_layer(3, tokens, seed=0), SCALE, RETAINED, 0.1)
     assert labels.budgets.tolist() == [[0.0] * 5] * 6
     assert labels.settled.tolist() == [[0.0] * 4] * 6
-    assert labels.streaming.all()
+    assert is_streaming(labels.budgets).all()
 
 
 def test_one_block_is_all_or_nothing() -> None:
@@ -107,8 +106,8 @@ def test_a_head_of_small_output_streams_where_another_is_large() -> None:
     before = label_heads(*layer, SCALE, RETAINED, 0.02)
     layer.values[1] *= 1e4
     after = label_heads(*layer, SCALE, RETAINED, 0.02)
-    assert (before.streaming[0].item(), after.streaming[0].item()) == (False, True)
-    assert not after.streaming[1]
+    assert not is_streaming(before.budgets)[0]
+    assert is_streaming(after.budgets).tolist() == [True, False]
 
 
 def test_bfloat16_is_labelled_in_float32() -> None:

@@ -69,7 +69,7 @@ def test_outputs_are_standardised_back_and_features_held_within_ten_deviations()
 def test_a_saved_predictor_comes_back(tmp_path: Path) -> None:
     predictor, path = made(), tmp_path / "predictor.safetensors"
     predictor.save(path, ORIGIN)
-    again, origin = load_predictor(path, SHAPE, RetainedSet(), CODES, 0.1)
+    again, origin = load_predictor(path, SHAPE, RetainedSet(), CODES)
     assert origin == ORIGIN
     assert [*tmp_path.iterdir()] == [path]
     features = torch.randn(7, len(FEATURES))
@@ -86,7 +86,7 @@ from vllm_hybrid_sparse.values import PageRanking, RetainedSet
 
 torch.set_num_threads(2)
 shape = ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64)
-load_predictor(Path(sys.argv[1]), shape, RetainedSet(), PageRanking(), 0.1)
+load_predictor(Path(sys.argv[1]), shape, RetainedSet(), PageRanking())
 if not os.fork():
     signal.alarm(20)
     torch.ones(2048, 2048).sum()
@@ -119,13 +119,11 @@ def test_another_model_shape_is_refused(changes: dict[str, int], said: str, tmp_
         load_predictor(path, replace(SHAPE, **changes), RetainedSet(), CODES)
 
 
-def test_another_retained_set_or_error_is_refused(tmp_path: Path) -> None:
+def test_another_retained_set_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.safetensors"
     made().save(path, ORIGIN)
     with pytest.raises(ConfigError, match="made for window_tokens=256, must be 128"):
         load_predictor(path, SHAPE, RetainedSet(window_tokens=128), CODES)
-    with pytest.raises(ConfigError, match=r"made for tau=0.1, must be 0.2"):
-        load_predictor(path, SHAPE, RetainedSet(), CODES, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +171,14 @@ def test_metadata_of_another_release_are_refused(changes: dict[str, object], sai
     content = json.loads(ORIGIN.to_metadata()["hybrid_sparse_predictor"]) | changes
     save_file(made().state_dict(), path, {"hybrid_sparse_predictor": json.dumps(content)})
     with pytest.raises(ConfigError, match=rf"^hybrid_sparse.predictor=later.safetensors: .*{said}.*; make one with"):
+        load_predictor(path, SHAPE, RetainedSet(), CODES)
+
+
+@pytest.mark.parametrize("text", ["{", '{"tau": ' + "1" * 5000 + "}", "[" * 100_000], ids=["cut", "digits", "nesting"])
+def test_metadata_that_are_no_json_are_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.safetensors"
+    save_file(made().state_dict(), path, {"hybrid_sparse_predictor": text})
+    with pytest.raises(ConfigError, match=r"^hybrid_sparse.predictor=broken.safetensors: .*; make one with"):
         load_predictor(path, SHAPE, RetainedSet(), CODES)
 
 
@@ -224,7 +230,7 @@ def test_a_shape_that_no_model_has_is_refused() -> None:
 
 @pytest.mark.parametrize("ranking", [CODES, BOUNDS])
 def test_the_shipped_predictors_serve_smollm2_and_say_how_they_were_made(ranking: PageRanking) -> None:
-    predictor, origin = load_predictor(SMOLLM2_PREDICTORS[ranking], SHAPE, RetainedSet(), ranking, 0.1)
+    predictor, origin = load_predictor(SMOLLM2_PREDICTORS[ranking], SHAPE, RetainedSet(), ranking)
     assert origin.command.startswith("hybrid-sparse calibrate SmolLM2-135M-Instruct --texts ")
     assert "/" not in origin.command
     assert 0 < origin.validation["read"] < 1

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from tests.tolerances import assert_close
-from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
+from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages, attend_slots
 from vllm_hybrid_sparse.memory.device_pool import PoolShape
 from vllm_hybrid_sparse.memory.page_keys import page_numbers
 from vllm_hybrid_sparse.memory.transfers import Loaded
 from vllm_hybrid_sparse.runtime.device import RowStates
-from vllm_hybrid_sparse.runtime.emulated import attend_slots
 from vllm_hybrid_sparse.runtime.readings import Reading, ReadingWave
 from vllm_hybrid_sparse.runtime.tiers import open_device
 from vllm_hybrid_sparse.values import GroupKey

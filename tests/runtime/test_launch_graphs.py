@@ -2,17 +2,20 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.kernels.served_layer import Shape
 from tests.kernels.step_checks import check_step
 from tests.runtime.test_step import POLICIES, SMALL
 from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.runtime import launch_graphs
-from vllm_hybrid_sparse.runtime.launch_graphs import LaunchGraphs
+from vllm_hybrid_sparse.runtime.launch_graphs import CudaCapture, LaunchGraphs
 from vllm_hybrid_sparse.runtime.step_rows import RankedRows, room_for
 
 TINY = Shape(head_dim=16, block_tokens=32)
@@ -63,6 +66,69 @@ def test_a_capture_that_fails_costs_nothing_but_time(caplog: pytest.LogCaptureFi
         "hybrid_sparse: launches cannot be captured in CUDA graphs (operation not permitted when stream is capturing); "
         "what is not captured yet costs more"
     ]
+
+
+class CapturingDriver:
+    """Stands for torch's graphs and its allocator on the second GPU: writes down what it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fails: bool, was_told: bool = False) -> None:
+        self.told: list[Any] = []
+        self._fails, self._was_told = fails, was_told
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+        monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: self.told.append(("release", *pool)))
+
+    def end_allocate(self, *pool: Any) -> None:
+        if self._was_told:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.told.append(("end", *pool))
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert (pool, capture_error_mode) == ((0, 7), "thread_local")
+
+    def capture_end(self) -> None:
+        if self._fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def launch(self) -> None:
+        self.told.append("launch")
+
+    def refuse(self) -> None:
+        raise ValueError("something else")
+
+
+POOL_IS_FREE = [("end", 1, (0, 7)), ("release", 1, (0, 7))]
+
+
+@pytest.mark.parametrize(("launch", "error"), [("launch", RuntimeError), ("refuse", ValueError)])
+def test_the_allocator_learns_of_the_end_of_a_capture_that_the_driver_has_made_invalid(
+    launch: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would never reuse memory that other queues have read."""
+    driver = CapturingDriver(monkeypatch, fails=True)
+    with pytest.raises(error):
+        CudaCapture(torch.device("cuda", 1))(getattr(driver, launch))
+    assert driver.told[-2:] == POOL_IS_FREE
+
+
+def test_an_allocator_that_has_learnt_of_the_end_is_told_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that cannot be instantiated gives its pool back itself."""
+    driver = CapturingDriver(monkeypatch, fails=True, was_told=True)
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        CudaCapture(torch.device("cuda", 1))(driver.launch)
+    assert driver.told == ["launch"]
+
+
+def test_a_capture_that_ends_well_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = CapturingDriver(monkeypatch, fails=False)
+    capture = CudaCapture(torch.device("cuda", 1))
+    assert capture(driver.launch) is driver
+    with pytest.raises(ValueError, match="something else"):
+        capture(driver.refuse)
+    assert driver.told == ["launch"]
 
 
 @pytest.mark.usefixtures("interpreted")

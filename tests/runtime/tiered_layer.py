@@ -1,8 +1,8 @@
 """Layers as a server drives them, with a device: the requests and tokens of a `ServedLayer`, through the executor."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import torch
@@ -10,17 +10,69 @@ import torch
 from tests.kernels.served_layer import Request, ServedLayer, Shape, Step
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.kernels.page_directory.reference import check_integrity
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
+from vllm_hybrid_sparse.kernels.reading.plan import RankedPages, ReadingPlan
+from vllm_hybrid_sparse.runtime.both_sides import BothSides, ReadResult
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
+from vllm_hybrid_sparse.runtime.decode_rows import DecodeRows
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.launch_graphs import Capture
+from vllm_hybrid_sparse.runtime.ranking import DeviceRanking
+from vllm_hybrid_sparse.runtime.ranking_kernels import RankingKernels
+from vllm_hybrid_sparse.runtime.readings import Reading
 from vllm_hybrid_sparse.runtime.requests import RequestSlots
 from vllm_hybrid_sparse.runtime.residency import Divide, StepResidency
 from vllm_hybrid_sparse.runtime.step import TieredLayer
+from vllm_hybrid_sparse.runtime.step_rows import RankedRows
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 from vllm_hybrid_sparse.settings import PAGE_POLICIES
-from vllm_hybrid_sparse.values import GroupKey
+from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
+
+
+class _RecordingSides(BothSides):
+    """Keeps what the last readings of page policies read, in the order of reading."""
+
+    pages: dict[GroupKey, list[int]] = {}  # noqa: RUF012  (replaced, not changed)
+
+    def read(self, step: DecodeRows, readings: Mapping[GroupKey, Reading]) -> ReadResult:
+        result = super().read(step, readings)
+        self.pages = {group: readings[group].pages[:count].tolist() for group, count in result.pages.items()}
+        return result
+
+
+class _Plans:
+    """Keeps the order and the plan of every part of ranked rows that has candidates, until they are asked for."""
+
+    def __init__(self, ranking: DeviceRanking) -> None:
+        self._kernels: Any = ranking._kernels
+        names = [name for name in vars(RankingKernels) if not name.startswith("_")]
+        recording: Any = SimpleNamespace(**{name: getattr(self._kernels, name) for name in names})
+        recording.plan_reading = self._plan_reading
+        ranking._kernels = recording
+        self._made: list[tuple[RankedPages, ReadingPlan]] = []
+
+    def _plan_reading(self, pages: RankedPages, *args: Any, **rule: Any) -> ReadingPlan:
+        plan: ReadingPlan = self._kernels.plan_reading(pages, *args, **rule)
+        self._made.append((pages, plan))  # reading on changes the plan in place
+        return plan
+
+    def take(self, ranked: Sequence[RankedRows], first_page: int) -> dict[tuple[int, int], list[int]]:
+        """Candidates read since the last call, in the order of reading, by token of the batch and KV head.
+
+        ranked       all that was attended since then
+        first_page   of the candidates
+        """
+        read = {}
+        wanted = [rows for rows in ranked if rows.most_candidates]
+        made = self._made[len(self._made) - len(wanted) :]  # before these, those of a warm-up
+        for rows, (pages, plan) in zip(wanted, made, strict=True):
+            for row, token in enumerate(rows.tokens):
+                for head, count in enumerate(plan.counts[row].tolist()):
+                    read[token, head] = [first_page + page for page in pages.order[row, head, :count].tolist()]
+        self._made.clear()
+        return read
 
 
 class _Executor:
@@ -55,7 +107,7 @@ class _Executor:
             ]
             self._layer.on_cuda.forward(*placed[:3], kv_cache, on_device, placed[3], *states)
             output.copy_(placed[3])
-            self._keep_pages()
+            self._keep_pages(on_device.ranked)
             if self._layer.looks_back_at_once:
                 layer = self._layer.tier.layer_of(kv_cache)
                 waiting = [rows.slot for rows in self._layer.on_cuda.prompt_rows.waiting(layer)]
@@ -65,7 +117,7 @@ class _Executor:
             query_start, seq_lens, block_table, slot_mapping, mask, slots, divide=self._layer.divide
         )
         self._layer.tiered.forward(query, key, value, kv_cache, tiered, output, *states)
-        self._keep_pages()
+        self._keep_pages(tiered.ranked)
 
     def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in the same place as the last one of this shape, like tensors between a model's captured graphs.
@@ -75,11 +127,11 @@ class _Executor:
         place = self._places.setdefault((name, *tensor.shape), torch.empty_like(tensor))
         return place.copy_(tensor)
 
-    def _keep_pages(self) -> None:
+    def _keep_pages(self, ranked: Sequence[RankedRows]) -> None:
         """Copy what the layer read, before the next layer overwrites it."""
-        self._read = {group: pages.tolist() for group, pages in self._layer.tiered.last_pages.items()}
-        ranking = self._layer.tier.ranking
-        self._ranked = {} if ranking is None else ranking.last_pages()
+        self._read = self._layer.sides.pages
+        plans, sink_tokens = self._layer.plans, self._layer.tier.settings.retained.sink_tokens
+        self._ranked = {} if plans is None else plans.take(ranked, sink_tokens // PAGE_TOKENS)
 
     def _is_resident(self, request: int) -> bool:
         divided = self._layer.divided
@@ -115,6 +167,8 @@ class TieredServedLayer(ServedLayer):
     tier: DeviceTier
     tiered: TieredLayer
     tiered_attention: NativeAttention  # one for all layers
+    sides: _RecordingSides
+    plans: _Plans | None  # one for all layers
     on_cuda: CudaLayers | None = None
     looks_back_at_once = True  # so states include the step's last tokens; otherwise the next decode step does it
     last_mask: list[bool]
@@ -172,10 +226,15 @@ class TieredModel:
         self.tier.pool.value.fill_(torch.nan)
         kv_caches = [layer.kv_cache for layer in self.layers]
         on_cuda = CudaLayers(self.tier, kernel, kv_caches, capture) if device else None
+        plans = None if self.tier.ranking is None else _Plans(self.tier.ranking)
         places: dict[tuple[Any, ...], torch.Tensor] = {}
         for layer in self.layers:
             layer.tier, layer.on_cuda, layer.tiered_attention = self.tier, on_cuda, kernel
-            layer.tiered = on_cuda.tiered if on_cuda else TieredLayer(self.tier, kernel, shape.scale)
+            layer.tiered = on_cuda.tiered if on_cuda else TieredLayer(self.tier, kernel)
+            pages = layer.tiered._pages
+            if not isinstance(pages._sides, _RecordingSides):  # on a GPU all layers have the same
+                pages._sides = _RecordingSides(self.tier, pages._host)
+            layer.plans, layer.sides = plans, pages._sides
             layer.attention = _Executor(layer, places)  # type: ignore[assignment]
 
     def start(self) -> list[Request]:

@@ -24,7 +24,7 @@ from vllm_hybrid_sparse.load.page import page
 from vllm_hybrid_sparse.load.report import document, write_json
 from vllm_hybrid_sparse.load.requests import Request
 from vllm_hybrid_sparse.load.search import Capacity, search_in_turns
-from vllm_hybrid_sparse.load.side import LoadError, Side, served_model
+from vllm_hybrid_sparse.load.side import MeasuringError, Side, served_model
 from vllm_hybrid_sparse.load.summary import summary
 from vllm_hybrid_sparse.load.task_mix import task_mix
 from vllm_hybrid_sparse.load.task_samples import measured_tokens
@@ -87,7 +87,7 @@ class _Bench:
                 await prepare(results.side, load, stop=self._stop, say=_say)
             try:
                 await (self._search(load) if self._options.capacity else self._rounds(load))
-            except LoadError as error:  # before a run: what was measured until then is kept
+            except MeasuringError as error:  # before a run: what was measured until then is kept
                 if not any(results.runs for results in self._all_results):
                     raise
                 _say(f"bench: broken off: {error}")

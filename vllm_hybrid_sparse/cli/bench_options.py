@@ -192,8 +192,8 @@ def _check_outputs(given: argparse.Namespace) -> None:
 def _json_object(option: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{option}={text}: must be JSON ({error})") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting of thousands of levels
+        raise ConfigError(f"{option}={text:.80}: must be JSON ({error})") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{option}={text}: must be a JSON object")
     return value

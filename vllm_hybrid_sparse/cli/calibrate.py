@@ -27,8 +27,8 @@ from vllm_hybrid_sparse.predictor.model import PARAMETERS, ModelShape, Predictor
 from vllm_hybrid_sparse.predictor.samples import Samples
 from vllm_hybrid_sparse.predictor.training import TrainingConfig, split_prompts, train
 from vllm_hybrid_sparse.predictor.validation import validate
-from vllm_hybrid_sparse.predictor.whole_file import whole_file
 from vllm_hybrid_sparse.values import UNREAD_ATTRIBUTED, PageRanking, RetainedSet
+from vllm_hybrid_sparse.whole_file import whole_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from vllm_hybrid_sparse.cli.haystack import Fact
 from vllm_hybrid_sparse.cli.prose import prose
 from vllm_hybrid_sparse.errors import ConfigError
+from vllm_hybrid_sparse.load.traces import read_text
 
 _BUILDINGS = (
     "harbour office", "town hall", "brewery", "chapel", "sawmill", "post office", "prison", "aquarium", "bakery",
@@ -34,15 +35,9 @@ def file_windows(
 ) -> list[TextWindow]:
     """At most `count` disjoint windows, spread evenly over what follows the first `skip_tokens` tokens of the text.
 
-    raises   ConfigError, `texts=path: rule`, for a missing file, one that is not UTF-8, and one without a whole window
+    raises   ConfigError, `texts=path: rule`, for a file that cannot be read, is not UTF-8, or has no whole window
     """
-    if not path.is_file():
-        raise ConfigError(f"texts={path}: no such file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"texts={path}: must be UTF-8 text ({error.reason})") from error
-    token_ids = _encode(tokenizer, text)
+    token_ids = _encode(tokenizer, read_text("texts", path))
     available = max(0, len(token_ids) - skip_tokens) // tokens
     if available < 1:
         raise ConfigError(

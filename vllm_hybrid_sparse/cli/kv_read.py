@@ -1,9 +1,7 @@
 """How much of the KV cache a server's decoding has read, from the text of its /metrics."""
 
-from vllm_hybrid_sparse.glue.metric_families import COUNTERS
+from vllm_hybrid_sparse.cli.counter_names import COUNTER_NAMES
 from vllm_hybrid_sparse.load.prometheus import total
-
-_NAMES = {family.field: family.name for family in COUNTERS}
 
 
 def kv_bytes(exposition: str) -> tuple[float, float] | None:
@@ -11,7 +9,7 @@ def kv_bytes(exposition: str) -> tuple[float, float] | None:
 
     None if the backend is not selected.
     """
-    read, full = (total(exposition, _NAMES[field]) for field in ("read_bytes", "total_bytes"))
+    read, full = (total(exposition, COUNTER_NAMES[field]) for field in ("read_bytes", "total_bytes"))
     return None if read is None or full is None else (read, full)
 
 

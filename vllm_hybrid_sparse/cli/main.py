@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _bench(arguments, sys.argv[1:] if argv is None else argv)
         return _demo(arguments)
     except ModuleNotFoundError as error:
-        missing = f"the package {error.name} is not installed; pip install 'vllm-hybrid-sparse[bench,demo]' brings it"
+        missing = f"the package {error.name} is not installed; pip install '.[bench,demo]' in a checkout brings it"
         print(f"hybrid-sparse: {missing}", file=sys.stderr)
     except (HybridSparseError, OSError) as error:
         print(f"hybrid-sparse: {error}", file=sys.stderr)
@@ -43,8 +43,8 @@ def _demo(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"text-tokens={arguments.text_tokens}: must be 1 to {_MAX_TEXT_TOKENS}")
     try:
         settings = json.loads(arguments.settings)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"settings={arguments.settings}: must be JSON ({error})") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting of thousands of levels
+        raise ConfigError(f"settings={arguments.settings:.80}: must be JSON ({error})") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"settings={arguments.settings}: must be a JSON object")
     from vllm_hybrid_sparse.cli.demo import run_demo, serves_on_cuda  # noqa: PLC0415 - the others need no openai client

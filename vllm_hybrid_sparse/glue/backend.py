@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.registration import BACKEND_NAME
 from vllm_hybrid_sparse.glue.settings import settings_of
+from vllm_hybrid_sparse.glue.support import KV_CACHE_DTYPES
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES
 from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS, summary_bytes
 
@@ -21,13 +22,7 @@ class HybridSparseBackend(AttentionBackend):
 
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPE_NAMES)
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        "auto",
-        "float16",
-        "bfloat16",
-        "fp8",
-        "fp8_e4m3",
-    ]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *KV_CACHE_DTYPES]
 
     @staticmethod
     def get_name() -> str:

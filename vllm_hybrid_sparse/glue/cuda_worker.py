@@ -1,7 +1,7 @@
 """vLLM's GPU worker over a host store, with either of its model runners."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,11 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_hybrid_sparse.glue.agreement import least_of
-from vllm_hybrid_sparse.glue.local_workers import local_workers
+from vllm_hybrid_sparse.glue.local_workers import bound_with, local_workers
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker, one_of_each_storage
 from vllm_hybrid_sparse.kernels.fallbacks import count_fallback
-from vllm_hybrid_sparse.memory.pinned import available_bytes, host_store_bytes, pin, unpin
+from vllm_hybrid_sparse.memory.pinned import available_bytes, host_store_bytes, node_available_bytes, pin, unpin
 from vllm_hybrid_sparse.runtime.cuda_layer import CudaLayers
 from vllm_hybrid_sparse.runtime.host import host_runtime
 
@@ -29,30 +29,31 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
     With tensor parallelism each worker has the host store, the pool and the host threads of its own KV heads.
     """
 
-    _available_first = 0  # bytes of host memory that were available before any worker of this server took its own
+    # Bytes of host memory that were available before any worker of this server took its own, of the machine (None) and
+    # of each NUMA node that vLLM binds a worker's memory to.
+    _available_first: Mapping[int | None, int] = {}
     _pool_bytes = 0  # of GPU memory for the pool, once vLLM has profiled it
     _pinned: tuple[torch.Tensor, ...] = ()  # one for each storage that is pinned
 
     def init_device(self) -> None:
         """Measure the host memory while all workers are still starting, then initialise the device."""
-        self._available_first = available_bytes()
+        nodes = (self.parallel_config.numa_bind_nodes or ()) if self.parallel_config.numa_bind else ()
+        self._available_first = {place: self._available(place) or 0 for place in (None, *nodes)}
         super().init_device()
+
+    @staticmethod
+    def _available(node: int | None) -> int | None:
+        """Bytes of host memory that may be taken now, of the machine (None) or of a NUMA node; None if unknown."""
+        return available_bytes() if node is None else node_available_bytes(node)
 
     def determine_available_memory(self) -> int:
         """Return the bytes of the host store, from which vLLM counts its blocks.
 
         The pool gets what profiling leaves of the GPU, less what steps take. If the settings give the pool's pages,
         nothing needs to be measured, and vLLM only runs the model once.
-
-        An engine's own workers come here together, those of data-parallel ranks at times of their own. So what was
-        asked for must fit for the former now, and for all of them where the start left it.
         """
         asked = self.cache_config.kv_cache_memory_bytes
-        available = available_bytes()
-        if asked is not None:
-            host_store_bytes(asked, available, self.parallel_config.local_world_size)
-            available = max(available, self._available_first)
-        store = host_store_bytes(asked, available, local_workers(self.parallel_config))
+        store, available = self._store_bytes(asked)
         with set_current_vllm_config(self.vllm_config):
             runtime = host_runtime(settings_of(self.vllm_config))
         pages = runtime.settings.device_pool_pages
@@ -67,6 +68,28 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
             working / 2**30,
         )
         return store
+
+    def _store_bytes(self, asked: int | None) -> tuple[int, int]:
+        """Bytes of the host store, and of the memory that it is a part of: the machine's, or a NUMA node's if bound.
+
+        An engine's own workers come here together, those of data-parallel ranks at times of their own. So what was
+        asked for must fit for the former now, and for all of them where the start left it.
+        """
+        config = self.parallel_config
+        places: list[tuple[int | None, int, int]] = [(None, int(config.local_world_size), local_workers(config))]
+        bound = bound_with(config, self.local_rank)
+        if bound is not None:
+            places.append((bound.node, bound.engine_workers, bound.workers))
+        sizes = []
+        for node, engine_workers, workers in places:
+            available = self._available(node)
+            if available is None:  # a node of which the system says nothing
+                continue
+            if asked is not None:
+                host_store_bytes(asked, available, engine_workers, node=node)
+                available = max(available, self._available_first.get(node, 0))
+            sizes.append((host_store_bytes(asked, available, workers, node=node), available))
+        return min(sizes)
 
     def _working_bytes(self) -> int:
         """Bytes of GPU memory that a step takes in addition to the pool. All layers have one shape."""
@@ -122,7 +145,7 @@ class HybridSparseCUDAWorker(HostStoreWorker, Worker):
         return times
 
     def _maybe_activate_jit_monitor(self) -> None:
-        """Warm up the kernels that only long contexts launch: the first would otherwise wait for Triton.
+        """Warm up our kernels, whether vLLM's own warm-up has launched them or not: requests would wait for Triton.
 
         vLLM calls this when its own warm-up has ended. From then on it may warn of every compilation, or raise.
         """

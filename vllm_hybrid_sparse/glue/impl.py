@@ -20,7 +20,7 @@ from vllm_hybrid_sparse.glue.support import (
     refuse_beside_window,
     refuse_sinks,
 )
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.host import host_runtime
 from vllm_hybrid_sparse.runtime.step import TieredLayer
@@ -136,8 +136,11 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         between two of them.
         """
         if output_scale is not None or output_block_scale is not None:
+            name, given = "output_scale", output_scale
+            if given is None:
+                name, given = "output_block_scale", output_block_scale
             raise ConfigError(
-                "output_scale: fused output quantisation is not supported (attention backend hybrid_sparse)"
+                f"{name}={given}: fused output quantisation is not supported (attention backend hybrid_sparse)"
             )
         if self._fluxion is None and self._runtime.settings.prediction is not None:
             self._fluxion = self._runtime.fluxion_layer(extract_layer_index(layer.layer_name))
@@ -205,7 +208,7 @@ class HybridSparseImpl(AttentionImpl[HybridSparseMetadata]):
         if self._tiered is None:
             tier = self._runtime.device_tier
             assert tier is not None, "the worker opens the device before the first step"
-            self._tiered = TieredLayer(tier, self.attention, self.scale)
+            self._tiered = TieredLayer(tier, self.attention)
         return self._tiered
 
 

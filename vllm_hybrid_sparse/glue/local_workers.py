@@ -1,7 +1,7 @@
 """How many workers the engines of a server have on one machine, which share its memory and its cores."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 _RECORD = "_hybrid_sparse_local_engines"  # an attribute of vLLM's ParallelConfig, so that it goes to every process
 
@@ -46,3 +46,26 @@ def gpus_on_cores(parallel_config: Any) -> int | None:
         return None
     places = parallel_config.numa_bind_cpus or parallel_config.numa_bind_nodes  # one for each GPU that is visible
     return max(Counter(places).values()) if places else None
+
+
+class BoundWorkers(NamedTuple):
+    """The workers whose memory vLLM binds to one NUMA node."""
+
+    node: int
+    workers: int  # of all engines of this machine
+    engine_workers: int  # of one engine
+
+
+def bound_with(parallel_config: Any, gpu: int) -> BoundWorkers | None:
+    """The workers that take their memory where a GPU's worker takes its own; None if vLLM binds it to no node.
+
+    gpu   of the worker: its `local_rank`, once vLLM has initialised the device. Workers have the first GPUs of those
+          that are visible, and so the first of `numa_bind_nodes`, engine by engine
+    """
+    nodes = parallel_config.numa_bind_nodes if parallel_config.numa_bind else None
+    if not nodes or gpu >= len(nodes):  # vLLM itself has refused too short a list, wherever it binds workers
+        return None
+    node, of_engine = nodes[gpu], int(parallel_config.local_world_size)
+    first = gpu - gpu % of_engine
+    count = Counter(nodes[: max(local_workers(parallel_config), first + of_engine)])[node]
+    return BoundWorkers(node, count, Counter(nodes[first : first + of_engine])[node])

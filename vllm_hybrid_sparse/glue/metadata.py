@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import (
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.runtime.block_mirror import BlockMirror
 from vllm_hybrid_sparse.runtime.device_batch import DeviceBatch
 from vllm_hybrid_sparse.runtime.host import HostRuntime, host_runtime
@@ -117,10 +117,6 @@ class HybridSparseMetadataBuilder(AttentionMetadataBuilder[HybridSparseMetadata]
         assert self._requests is not None
         assert slots is not None
         return self._requests.advance(slots, lengths, starts.diff())
-
-    def use_cascade_attention(self, *_args: Any, **_kwargs: Any) -> bool:
-        """Never: a shared prefix is read once for each request."""
-        return False
 
 
 def _draft_rows(

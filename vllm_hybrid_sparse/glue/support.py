@@ -9,13 +9,18 @@ from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.connectors import unserved_connector
 from vllm_hybrid_sparse.glue.local_workers import started_alone
 from vllm_hybrid_sparse.glue.settings import settings_of
-from vllm_hybrid_sparse.kernels.arguments import MAX_DEVICE_HEAD_DIM
+from vllm_hybrid_sparse.kernels.arguments import MAX_DEVICE_HEAD_DIM, device_fits
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, supported_isas
 from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.tiers import check_pool_pages
 from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS
 
+FP8 = torch.float8_e4m3fn
+KV_CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": FP8, "fp8_e4m3": FP8}
+"""The KV cache's dtypes besides the model's own (`auto`), by vLLM's names."""
+
+_HEAD_DIM_RULE = f"must be a multiple of 16, 16 to {MAX_HEAD_DIM}"
 _DRAFTS_WITHOUT_A_MODEL = "ngram"
 _FILLING_CONNECTOR = "DecodeBenchConnector"  # vLLM's, for benchmarks: it writes the cache's tensors in place
 
@@ -86,6 +91,13 @@ def _refuse_on_cuda(vllm_config: Any) -> None:
         _refuse("kv_cache_dtype", cache.cache_dtype, f"must be the model's own dtype on cuda, {model.dtype}")
     if model.get_head_size() > MAX_DEVICE_HEAD_DIM:
         _refuse("head_size", model.get_head_size(), f"must be at most {MAX_DEVICE_HEAD_DIM} on cuda")
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    if not device_fits(group, model.get_head_size(), model.dtype):
+        rule = (
+            f"is not supported on cuda with {group} query heads to a KV head of {model.get_head_size()}: they need "
+            "more shared memory than many GPUs have; --dtype bfloat16"
+        )
+        _refuse("dtype", model.dtype, rule)
     if model.enable_sleep_mode:
         rule = "sleep is not supported on cuda: it would free neither the pool of page slots nor the host store"
         _refuse("enable_sleep_mode", True, rule)
@@ -225,9 +237,6 @@ def model_shape(vllm_config: Any) -> ModelShape:
     )
 
 
-_HEAD_DIM_RULE = f"must be a multiple of 16, 16 to {MAX_HEAD_DIM}"
-
-
 def _head_dim_fits(head_dim: int) -> bool:
     return 16 <= head_dim <= MAX_HEAD_DIM and head_dim % 16 == 0
 
@@ -257,15 +266,11 @@ def refuse_layer(selector: Any) -> None:
     kv_dtype(selector.kv_cache_dtype, selector.dtype)
 
 
-FP8 = torch.float8_e4m3fn
-_KV_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": FP8, "fp8_e4m3": FP8}
-
-
 def kv_dtype(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> torch.dtype:
     """The KV cache's dtype: the model's own, one half as wide if that is float32, or FP8. Raises ConfigError."""
     if kv_cache_dtype in (None, "auto"):
         return model_dtype
-    stored = _KV_DTYPES.get(str(kv_cache_dtype))
+    stored = KV_CACHE_DTYPES.get(str(kv_cache_dtype))
     if stored is None or (stored != FP8 and model_dtype not in (stored, torch.float32)):
         own = "float16" if model_dtype == torch.float16 else "bfloat16"
         rule = "must be the model's own dtype, bfloat16 or float16 of a float32 model, or fp8 (e4m3)"

@@ -21,7 +21,7 @@ from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.glue.support import cutting_window
 from vllm_hybrid_sparse.glue.worker_report import WorkerReport
 from vllm_hybrid_sparse.kernels.fallbacks import take_fallbacks
-from vllm_hybrid_sparse.memory.frames import with_frame_room
+from vllm_hybrid_sparse.memory.call_frames import with_frame_room
 from vllm_hybrid_sparse.memory.prefault import prefault
 from vllm_hybrid_sparse.metrics import DecodeStats, Interval, TierStats
 from vllm_hybrid_sparse.runtime.cores import usable_cores

@@ -23,7 +23,8 @@ from vllm_hybrid_sparse.errors import ConfigError, KernelError
 from vllm_hybrid_sparse.hf.implementation import AttentionSession
 from vllm_hybrid_sparse.hf.shape import model_shape, windowed_layers
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import score_pages
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.metrics import DecodeStats
 from vllm_hybrid_sparse.runtime.host import HostRuntime
 from vllm_hybrid_sparse.values import PAGE_TOKENS
@@ -217,7 +218,7 @@ class SparseSession(AttentionSession):
             bounds.diff(),
             torch.stack((block, block + 1), dim=1),
             torch.arange(tokens),
-            torch.zeros(len(starts)),
+            torch.zeros(len(starts), dtype=torch.bool),
         )
         query = torch.zeros(tokens, q_heads, key.shape[2], dtype=layer.attention.dtype)
         new_key, new_value = (layer.rows(part) for part in (key, value))
@@ -277,7 +278,7 @@ def _attend(
     if session is None:
         raise ConfigError(f"attn_implementation={IMPLEMENTATION}: enter a SparseSession first")
     if query.shape[0] != 1:
-        raise ConfigError(f"batch of {query.shape[0]}: one sequence at a time")
+        raise ConfigError(f"query.shape[0]={query.shape[0]}: must be 1")
     if attention_mask is not None:
         raise ConfigError(f"attention_mask of shape {tuple(attention_mask.shape)}: must be none; a sequence is causal")
     if query.device.type != "cpu":

@@ -18,6 +18,15 @@ _HEAD_DIM_STEP = 16
 _MIN_DOT_ROWS = 16
 """Rows that a matrix instruction has at least; a smaller group is padded to it, which costs no bytes."""
 
+_SHARED_BYTES = 99 * 1024
+"""Shared memory that a program may have on the GPUs that have the least: compute capability 8.6, 8.9 and 12."""
+
+_SHARED_BYTES_BESIDE = 2048
+"""What a program needs beside its tiles, queries and weights. 1152 is the most seen in Triton 3.9's code for sm_86."""
+
+LISTED_TILES = 3
+"""Tiles that a program has in shared memory that turns pages from the host's order into rows: one more than others."""
+
 SCORE_WARPS = 8
 """Warps of a program that sums what pages weigh, `score_tile` of them at a time. Not tuned on a GPU yet."""
 
@@ -104,6 +113,39 @@ def block_group(group: int, least: int = _MIN_DOT_ROWS) -> int:
     return max(least, 1 << (group - 1).bit_length())
 
 
+def attention_tile(most: int, heads: int, head_dim: int, dtype: torch.dtype, *, tiles: int = 2) -> int:
+    """Tokens that a program attends to at a time: `most`, or the largest half, quarter, … whose program fits every GPU.
+
+    In shared memory a program has the keys and the values of a tile, its queries, and their weights. Half precision has
+    `most` with up to 32 heads.
+
+    most    the tile that was chosen where it fits; 16 times a power of two
+    heads   a power of two, as `block_group` gives it
+    tiles   how many tiles a program has in shared memory at a time: keys, values, and what it rearranges
+
+    Raises KernelError where not even one page fits.
+    """
+    tile = most
+    while tile > PAGE_TOKENS and _shared_bytes(tile, heads, head_dim, dtype, tiles) > _SHARED_BYTES:
+        tile //= 2
+    if (needed := _shared_bytes(tile, heads, head_dim, dtype, tiles)) > _SHARED_BYTES:
+        raise KernelError(
+            f"heads={heads}: a page of head_dim={head_dim} in {str(dtype).removeprefix('torch.')} needs {needed} bytes "
+            f"of shared memory with so many, must be at most {_SHARED_BYTES}"
+        )
+    return tile
+
+
+def device_fits(group: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether `attention_tile` finds a tile for every kernel that attends with so many query heads of a KV head."""
+    return _shared_bytes(PAGE_TOKENS, block_group(group), head_dim, dtype, LISTED_TILES) <= _SHARED_BYTES
+
+
+def _shared_bytes(tile: int, heads: int, head_dim: int, dtype: torch.dtype, tiles: int) -> int:
+    row_bytes = (1 << (head_dim - 1).bit_length()) * dtype.itemsize
+    return (tiles * tile + heads) * row_bytes + heads * tile * dtype.itemsize + _SHARED_BYTES_BESIDE
+
+
 def score_tile(heads: int) -> int:
     """Pages whose weights a program sums at a time, of so many heads: a power of two, as `heads` is.
 
@@ -112,6 +154,15 @@ def score_tile(heads: int) -> int:
     heads 2048 pages would take 1 kB of stack a thread. Not tuned on a GPU yet.
     """
     return 2048 if heads <= 16 else 2**13 // heads
+
+
+def unread_tile(heads: int, head_dim: int) -> int:
+    """Pages whose weights reading on sums at a time, beside its softmax, of so many heads: a power of two.
+
+    Each sum waits for memory once, 64 times for 128K tokens at 128 pages. More heads or a larger head_dim take fewer,
+    so that registers suffice in half precision (Triton 3.9's code for sm_90). Not tuned on a GPU yet.
+    """
+    return 128 if heads <= 16 and head_dim <= 128 else max(1, 256 // heads)
 
 
 def row_dtype(stored: torch.dtype) -> torch.dtype:

@@ -1,5 +1,6 @@
 """One request of a trace."""
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ class Request:
             raise ConfigError("prompt: must not be empty")
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens}: must be at least 1")
-        if self.arrival_s is not None and not 0 <= self.arrival_s < float("inf"):
+        if self.arrival_s is not None and not 0 <= self.arrival_s <= sys.float_info.max:
             raise ConfigError(f"arrival_s={self.arrival_s}: must be 0 or more, finite")
 
     @property

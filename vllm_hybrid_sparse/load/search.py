@@ -9,7 +9,7 @@ from vllm_hybrid_sparse.load.arrivals import Schedule
 from vllm_hybrid_sparse.load.capacity import Search, Slo, bracket
 from vllm_hybrid_sparse.load.exchange import Outcome, Record
 from vllm_hybrid_sparse.load.figures import Figures
-from vllm_hybrid_sparse.load.side import LoadError, Say
+from vllm_hybrid_sparse.load.side import MeasuringError, Say
 from vllm_hybrid_sparse.load.turns import Load, Results, in_turn, run_once
 
 _LEAST_SPAN = 5.0  # requests should keep coming for this many times the median end-to-end latency
@@ -124,7 +124,7 @@ async def search_in_turns(
     the preparation of a run fails.
 
     schedule_at   (requests a second, how many) → when they are sent; the requests are the first of the trace
-    raises        LoadError if that preparation fails before any run on any server
+    raises        MeasuringError if that preparation fails before any run on any server
     """
     searches = [Capacity(results) for results in all_results]
     by_results = {id(one.results): one for one in searches}
@@ -143,7 +143,7 @@ async def search_in_turns(
             schedule = schedule_at(rate, len(part.requests))
             try:
                 measured = await run_once(results, part, schedule, name, stop=stop, say=say)
-            except LoadError as error:  # before the run
+            except MeasuringError as error:  # before the run
                 if not any(each.runs for each in all_results):
                     raise
                 one.end(str(error), say)

@@ -26,7 +26,7 @@ _METRICS_POLL_S = 0.1
 Say = Callable[[str], None]
 
 
-class LoadError(HybridSparseError, RuntimeError):
+class MeasuringError(HybridSparseError, RuntimeError):
     """A server that cannot be measured; the text begins with its URL."""
 
 
@@ -45,14 +45,14 @@ async def served_model(
     """Return the model to ask for: `model`, or the only one that the server has.
 
     A model that is named but not listed is asked for all the same, and `say` is told: not every server lists every
-    name that it answers to. Raises LoadError if the server cannot be reached, or if it does not list models and none
-    is named; ConfigError if one must be named.
+    name that it answers to. Raises MeasuringError if the server cannot be reached, or if it does not list models and
+    none is named; ConfigError if one must be named.
     """
     try:
         served = await _served_models(session, address, api_key)
     except _NoListError as error:
         if model is None:
-            raise LoadError(f"{error}; name the model") from error
+            raise MeasuringError(f"{error}; name the model") from error
         say(f"{error}; model {model} is asked for all the same")
         return model
     if model is None:
@@ -77,9 +77,9 @@ async def _served_models(session: aiohttp.ClientSession, address: Address, api_k
                 raise _NoListError(f"url={address.root}: answers HTTP {reply.status} to GET /v1/models")
             return _model_names(await reply.json(content_type=None))
     except TimeoutError as error:
-        raise LoadError(f"url={address.root}: did not answer within {_ASK_TIMEOUT_S:g} s") from error
+        raise MeasuringError(f"url={address.root}: did not answer within {_ASK_TIMEOUT_S:g} s") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise LoadError(f"url={address.root}: cannot be reached ({error})") from error
+        raise MeasuringError(f"url={address.root}: cannot be reached ({error})") from error
     except ValueError as error:
         raise _NoListError(
             f"url={address.root}: answers GET /v1/models with something else than a list of models"
@@ -110,7 +110,7 @@ class Side:
     async def find_out(self, probe: Request) -> None:
         """Send `probe` with the fullest usage that the server accepts, and ask for the server's version.
 
-        Raises LoadError if the server refuses the request in every form, or fails to answer it.
+        Raises MeasuringError if the server refuses the request in every form, or fails to answer it.
         """
         self.version = await self._server_version()
         record = None
@@ -121,7 +121,7 @@ class Side:
                 break
         assert record is not None, "there is at least one way to ask for usage"
         if not record.ok:
-            raise LoadError(f"url={self.target.url}: {record.outcome} ({record.reason})")
+            raise MeasuringError(f"url={self.target.url}: {record.outcome} ({record.reason})")
 
     async def ask(self, request: Request) -> Record:
         """Send one request alone."""
@@ -195,7 +195,7 @@ class Side:
     async def _ask_or_fail(self, request: Request) -> Record:
         record = await self.ask(request)
         if not record.ok:
-            raise LoadError(f"url={self.target.url}: {record.outcome} before the run ({record.reason})")
+            raise MeasuringError(f"url={self.target.url}: {record.outcome} before the run ({record.reason})")
         return record
 
     async def _server_version(self) -> str | None:

@@ -43,13 +43,14 @@ class Address:
         """Read `URL` or `NAME=URL`; the URL may end in /v1. The default name is host and port."""
         named = _NAMED.fullmatch(text)
         name, url = named.groups() if named else ("", text)
-        parts = urlsplit(url)
+        rule = "must be http://HOST[:PORT], or NAME=http://HOST[:PORT]"
         try:
+            parts = urlsplit(url)
             usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:  # the port is not a number
-            usable = False
+        except ValueError as error:  # the port is not a number, or the host is no host
+            raise ConfigError(f"{option}={text}: {rule}") from error
         if not usable or parts.query or parts.fragment or parts.username:
-            raise ConfigError(f"{option}={text}: must be http://HOST[:PORT], or NAME=http://HOST[:PORT]")
+            raise ConfigError(f"{option}={text}: {rule}")
         return cls(name or parts.netloc, url.rstrip("/").removesuffix("/v1"))
 
 

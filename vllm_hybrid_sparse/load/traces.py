@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.load.requests import Prompt, Request
-from vllm_hybrid_sparse.predictor.whole_file import whole_file
+from vllm_hybrid_sparse.whole_file import whole_file
 
 _KEYS = ("prompt", "messages", "max_tokens", "ignore_eos", "arrival_s", "group", "source")
 
@@ -53,10 +53,10 @@ def read_trace(path: Path) -> list[Request]:
             continue
         try:
             requests.append(_request(json.loads(line)))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"trace={path}: line {number}: must be JSON ({error})") from error
         except ConfigError as error:
             raise ConfigError(f"trace={path}: line {number}: {error}") from error
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting of thousands of levels
+            raise ConfigError(f"trace={path}: line {number}: must be JSON ({error})") from error
     return requests
 
 

@@ -3,7 +3,7 @@
 Everything is launched in order on the calling thread's current queue, and nothing waits for the device. A step is
 
 1. `begin_step`, after the last step's attention has been launched;
-2. `set_aside`, `give_back` and `forget_blocks`, if needed;
+2. `set_aside` and `give_back`, if needed;
 3. for each layer one `look_up` per list, followed by the attention over the listed pages, which also writes pages into
    the slots that they were given. In the queue's order, the host store must hold a page before the page is read.
 
@@ -67,7 +67,6 @@ class DirectoryKernels(Protocol):
         store_pages: int,
         first_entry: int,
         kv_heads: int,
-        admit: bool = True,
     ) -> Listed:
         """List pages, and where they lie."""
 
@@ -114,7 +113,6 @@ class DeviceDirectory:
         self._window = min(capacity, _WINDOW_ROOMS * room) if window is None else window
         self._hand = 0  # where the window begins
         self._is_aside = np.zeros(capacity, dtype=np.bool_)  # by slot
-        self._has_looked = False  # whether pages may be arriving
 
     def begin_step(self, written_pages: Sequence[int], *, arrived: bool = True) -> None:
         """Make the last step's arrivals findable, and make room for this step's.
@@ -123,7 +121,6 @@ class DeviceDirectory:
                         found, and may be given slots again from this step on
         arrived         whether anything was looked up since the last step began; if not, this only forgets those pages
         """
-        self._has_looked = False
         if arrived or self.step == 0:
             self.step += 1
             hand = self._next_in_use(self._hand)
@@ -138,12 +135,6 @@ class DeviceDirectory:
         """
         found = slot + int(self._is_aside[slot:].argmin())
         return int(self._is_aside.argmin()) if self._is_aside[found] else found
-
-    def forget_blocks(self, blocks: Sequence[int]) -> None:
-        """Stop finding the pages of blocks whose content changed. Call it before a step's first `look_up`."""
-        assert not self._has_looked, "pages may be arriving, which would be found nevertheless"
-        first_pages = np.asarray(blocks, dtype=np.int64) * self._pages_per_block
-        self._forget((first_pages[:, None] + np.arange(self._pages_per_block)).ravel())
 
     def _forget(self, pages: ArrayLike) -> None:
         listed = torch.from_numpy(np.asarray(pages, dtype=np.int64))
@@ -198,13 +189,12 @@ class DeviceDirectory:
         *,
         first_page: int,
         most: int,
-        admit: bool = True,
     ) -> Listed:
         """Find the pages that decode rows are to read in a layer: `look_up` of kernels/page_directory/gpu.py.
 
         The other arguments are as described there.
         """
-        self._has_looked = True
+        first_entry, store_pages = self.entries_of(layer)
         return self._kernels.look_up(
             self.state,
             blocks,
@@ -215,8 +205,7 @@ class DeviceDirectory:
             first_page=first_page,
             most=most,
             pages_per_block=self._pages_per_block,
-            store_pages=self._store_pages,
-            first_entry=layer * self._kv_heads * self._store_pages,
+            store_pages=store_pages,
+            first_entry=first_entry,
             kv_heads=self._kv_heads,
-            admit=admit,
         )

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.memory.host_pages import HostPages
-from vllm_hybrid_sparse.memory.page_keys import LAYER_SHIFT
 from vllm_hybrid_sparse.memory.queues import Mark
 from vllm_hybrid_sparse.memory.slot_table import NO_SLOT, SlotTable, Taken
 from vllm_hybrid_sparse.settings import DEVICE_EVICTIONS
@@ -150,11 +149,6 @@ class DevicePool:
     def evictions(self) -> int:
         """Pages that made room for others since the pool was made."""
         return self._table.evictions
-
-    def resident_by_layer(self) -> dict[int, int]:
-        """How many slots each layer holds; layers that hold none are left out."""
-        layers, counts = np.unique(self._table.pages() >> LAYER_SHIFT, return_counts=True)
-        return dict(zip(layers.tolist(), counts.tolist(), strict=True))
 
     def check_integrity(self) -> None:
         """AssertionError if the table contradicts itself or holds a page in another layer's share."""

@@ -6,6 +6,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.arguments import KV_DTYPES
+from vllm_hybrid_sparse.kernels.copy.reference import packed_together
 from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore
 from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.memory.page_keys import places_of
@@ -19,11 +21,13 @@ class HostPages:
     """One layer's KV memory, read by page. It is written by the native core and by vLLM, never here."""
 
     def __init__(self, kv_cache: Tensor, layout: BlockLayout, num_kv_heads: int) -> None:
-        """KernelError where a row of `kv_cache` is too short for a block, or kernels would misread the next one.
+        """KernelError for a dtype that devices do not take, and where kernels would misread a block or the next one.
 
         kv_cache   [blocks, …], any dtype; the first num_kv_heads * head_block_bytes bytes of a row are the block, and a
                    row is whole vectors of 16 elements of the KV dtype
         """
+        if layout.torch_dtype not in KV_DTYPES:
+            raise KernelError(f"dtype={layout.dtype}: must be bf16, f16 or f32, which devices take")
         row_bytes = kv_cache.stride(0) * kv_cache.element_size()
         if row_bytes < num_kv_heads * layout.head_block_bytes or row_bytes % layout.element_bytes:
             raise KernelError(
@@ -89,7 +93,7 @@ class HostPages:
         parts = self._parts[pages // self.pages_per_block, heads, pages % self.pages_per_block]
         head_dim = self._layout.head_dim
         key, value = parts.unbind(1)
-        if self._layout.dtype == "bf16":
+        if packed_together(self._layout.torch_dtype) == 2:
             key = key.view(-1, head_dim // 2, PAGE_TOKENS, 2).transpose(1, 2)
             value = value.view(-1, PAGE_TOKENS // 2, head_dim, 2).transpose(2, 3)
         else:

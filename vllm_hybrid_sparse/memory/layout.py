@@ -29,6 +29,7 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.kernels.arguments import row_dtype
+from vllm_hybrid_sparse.kernels.copy.reference import packed_together
 from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, pack_codes, pack_split_codes
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
 from vllm_hybrid_sparse.values import (
@@ -46,7 +47,6 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float
 STORED_DTYPES = {**TORCH_DTYPES, "e4m3": torch.float8_e4m3fn}
 """Dtypes of pages, by name."""
 
-_PAIRED = ("bf16", "e4m3")  # dtypes whose pages store two dims or two tokens side by side
 _HEAD_DIM_STEP = 16
 
 
@@ -135,7 +135,7 @@ class BlockLayout:
         paged_key, paged_value = (
             part.transpose(0, 1).reshape(-1, self.pages_per_block, PAGE_TOKENS, self.head_dim) for part in (key, value)
         )
-        if self.dtype in _PAIRED:
+        if packed_together(self.torch_dtype) == 2:
             key_part = paged_key.unflatten(-1, (-1, 2)).transpose(2, 3)
             value_part = paged_value.unflatten(2, (-1, 2)).transpose(3, 4)
         else:
@@ -164,7 +164,7 @@ class BlockLayout:
         pages_bytes = num_kv_heads * self.pages_per_block * self.page_bytes
         pages = content[:pages_bytes].view(self.torch_dtype).to(self.row_dtype)
         key_part, value_part = pages.view(num_kv_heads, self.pages_per_block, 2, -1).unbind(2)
-        if self.dtype in _PAIRED:
+        if packed_together(self.torch_dtype) == 2:
             key = key_part.unflatten(-1, (-1, PAGE_TOKENS, 2)).transpose(2, 3)
             value = value_part.unflatten(-1, (-1, self.head_dim, 2)).transpose(3, 4)
         else:

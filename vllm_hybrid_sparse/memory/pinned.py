@@ -34,6 +34,23 @@ def available_bytes(root: Path = Path("/")) -> int:
     return min([available, *(left for group in _control_groups(root) if (left := _left_bytes(group)) is not None)])
 
 
+def node_available_bytes(node: int, root: Path = Path("/")) -> int | None:
+    """Memory that may still be taken on one NUMA node: what is free, and what cached files take, which give way.
+
+    Neither shared memory nor what the kernel itself could give back counts, so this is at most what there is.
+
+    root      root of the file system that has /sys
+    returns   bytes; None if the system does not say
+    """
+    try:
+        text = (root / f"sys/devices/system/node/node{node}/meminfo").read_text(encoding="ascii")
+        # "Node 0 MemFree:   1234 kB"; unlike FilePages, the two lists of files leave out shared memory
+        fields = dict(line.split(maxsplit=2)[2].split(":", 1) for line in text.splitlines())
+        return sum(int(fields[name].split()[0]) * 1024 for name in ("MemFree", "Active(file)", "Inactive(file)"))
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+
+
 def _control_groups(root: Path) -> list[Path]:
     """The control group (version 2) of this process and those around it, as far as they can be seen."""
     top = root / "sys/fs/cgroup"
@@ -66,23 +83,27 @@ def _cached_bytes(path: Path) -> int:
         return 0
 
 
-def host_store_bytes(asked: int | None, available: int, ranks: int, left_bytes: int = LEFT_BYTES) -> int:
+def host_store_bytes(
+    asked: int | None, available: int, ranks: int, left_bytes: int = LEFT_BYTES, node: int | None = None
+) -> int:
     """Bytes of one worker's host store.
 
     asked       vLLM's --kv-cache-memory-bytes, which is for each worker; None: an equal part of SHARE
     available   bytes, before any worker of this machine has taken its own
     ranks       workers on this machine
     left_bytes  of what is available, bytes that must stay if the size is given
-    raises      ConfigError if the machine does not have that much
+    node        if memory and workers are those of one NUMA node: which
+    raises      ConfigError if the machine, or the node, does not have that much
     """
     if asked is None:
         return int(SHARE * available) // ranks
     if ranks * asked > available - left_bytes:
         stays = f", of which {left_bytes / _GIB:.0f} GiB must stay" if left_bytes else ""
+        there = "" if node is None else f" on NUMA node {node}, to which they are bound (--numa-bind)"
         raise ConfigError(
             f"kv_cache_memory_bytes={asked}: with attention backend hybrid_sparse this is host memory, and must be at "
             f"most {max(0, available - left_bytes) // ranks} for each of {ranks} workers: {available / _GIB:.1f} GiB "
-            f"are available{stays}"
+            f"are available{there}{stays}"
         )
     return asked
 

@@ -28,7 +28,8 @@ def prefault(tensor: torch.Tensor, cores: Collection[int] = ()) -> list[str]:
 
     cores   for the threads that populate; empty: the caller's. vLLM binds the caller to one core on CPUs.
 
-    Returns the advice that the kernel declined ("populate", "collapse"): an older kernel also works, only more slowly.
+    Returns a line `advice: reason` for each of hugepage, populate and collapse that Linux declined. It also works
+    without them, only more slowly.
     """
     storage = tensor.untyped_storage()
     page = mmap.PAGESIZE

@@ -5,7 +5,9 @@ how the CUDA device runs in tests, with interpreted kernels.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol, Self
 
 import torch
@@ -117,7 +119,7 @@ class StreamQueue:
 
     def mark(self) -> Mark:
         """See `DeviceQueue`."""
-        with torch.cuda.device(self.device):  # a thread of ours may not have chosen it yet
+        with torch.cuda.device(self.device):  # whichever one the calling thread has chosen
             return _Event(self._stream)
 
     def follow(self, mark: Mark) -> None:
@@ -139,6 +141,18 @@ def open_queue(device: torch.device) -> DeviceQueue:
 def current_queue(device: torch.device) -> DeviceQueue:
     """The queue that the calling thread launches to now: in a step, vLLM's."""
     return StreamQueue(torch.cuda.current_stream(device)) if device.type == "cuda" else DoneQueue(device)
+
+
+def choose_device(device: torch.device) -> Callable[[], None] | None:
+    """What a new thread must call before it works for a GPU, as an executor's initializer; None for the CPU.
+
+    A new thread's current GPU is the first one. Whatever it asks of CUDA would open a context there as well, which
+    takes hundreds of megabytes, and so would leaving `DeviceQueue.launching`, which sets the thread's own GPU back.
+    """
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index  # of the calling thread
+    return partial(torch.cuda.set_device, index)
 
 
 def host_empty(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -32,21 +32,6 @@ class HeadLabels:
     budgets: Tensor  # [q_heads, 5] for each of LABEL_GRANULARITIES, in [0, 1]
     settled: Tensor  # [q_heads, 4] for each of GRANULARITIES, in [0, 1]
 
-    @property
-    def streaming(self) -> Tensor:
-        """s_h [q_heads] bool: whether the retained set alone keeps the output within the error."""
-        return is_streaming(self.budgets)
-
-    @property
-    def base_budget(self) -> Tensor:
-        """bgt_h,0 [q_heads]: the least budget at one token per block."""
-        return self.budgets[:, 0]
-
-    @property
-    def growth(self) -> Tensor:
-        """k_h [q_heads]."""
-        return fit_growth(self.budgets)
-
 
 def is_streaming(budgets: Tensor) -> Tensor:
     """Whether no budget is needed; this holds at every granularity or at none.

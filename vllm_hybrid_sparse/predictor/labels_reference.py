@@ -60,9 +60,9 @@ def least_budgets(
         least.append([])
         settled.append([])
         for blk in LABEL_GRANULARITIES:
-            chosen, met = list(kept), [math.nan]  # met: budgets that meet the error; missed: the others
+            chosen = list(kept)
+            met: list[float] = []  # budgets that meet the error; missed: the others
             missed: list[float] = []
-            met.clear()
             for block in [range(0), *rank_blocks(q, head_keys[segments.host], blk, weights)]:
                 chosen += [segments.sink_end + token for token in block]
                 budget = (len(chosen) - len(kept)) / max(segments.host_tokens, 1)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.predictor.features import FEATURE_VERSION, FEATURES
-from vllm_hybrid_sparse.predictor.whole_file import whole_file
 from vllm_hybrid_sparse.values import PageRanking, RetainedSet
+from vllm_hybrid_sparse.whole_file import whole_file
 
 _BOUNDS: Final = PageRanking(summary="minmax", code_bits=None)
 
@@ -82,17 +82,17 @@ class PredictorOrigin:
             # Files that do not say what ranks pages date from when only bounds did.
             content["ranking"] = PageRanking(**content["ranking"]) if "ranking" in content else _BOUNDS
             return cls(**content)
-        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except ConfigError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"hybrid_sparse.predictor={name}: made by another release ({error!r}); {_REMEDY}"
             ) from error
 
-    def check(
-        self, name: str, shape: ModelShape, retained: RetainedSet, ranking: PageRanking, tau: float | None = None
-    ) -> None:
-        """Raise ConfigError unless the predictor serves this model, retained set, ranking and, if given, error."""
-        wanted = asdict(shape) | asdict(retained) | asdict(ranking) | ({} if tau is None else {"tau": tau})
-        made_for = asdict(self.shape) | asdict(self.retained) | asdict(self.ranking) | {"tau": self.tau}
+    def check(self, name: str, shape: ModelShape, retained: RetainedSet, ranking: PageRanking) -> None:
+        """Raise ConfigError unless the predictor serves this model, retained set and ranking."""
+        wanted = asdict(shape) | asdict(retained) | asdict(ranking)
+        made_for = asdict(self.shape) | asdict(self.retained) | asdict(self.ranking)
         for key, value in wanted.items():
             if made_for[key] != value:
                 raise ConfigError(
@@ -162,13 +162,12 @@ class Predictor(nn.Module):
 
 
 def load_predictor(
-    path: Path, shape: ModelShape, retained: RetainedSet, ranking: PageRanking, tau: float | None = None
+    path: Path, shape: ModelShape, retained: RetainedSet, ranking: PageRanking
 ) -> tuple[Predictor, PredictorOrigin]:
     """Read a predictor, and check that it serves this model shape, retained set and ranking of pages.
 
-    tau      the error that it must have been made for; None: any
     raises   ConfigError, `predictor=file: rule`, if there is no such file, it cannot be read or is no predictor, or it
-             was made for another model shape, retained set, ranking, error or version of the features
+             was made for another model shape, retained set, ranking or version of the features
     """
     try:
         if not path.is_file():
@@ -182,7 +181,7 @@ def load_predictor(
     except OSError as error:
         raise ConfigError(f"hybrid_sparse.predictor={path}: cannot be read ({error.strerror or error})") from error
     origin = PredictorOrigin.from_metadata(metadata, path.name)
-    origin.check(path.name, shape, retained, ranking, tau)
+    origin.check(path.name, shape, retained, ranking)
     # Nothing may be computed here: vLLM's first process runs this too, and torch's threads would not outlive its fork.
     with torch.device("meta"):
         predictor = Predictor()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.predictor.whole_file import whole_file
+from vllm_hybrid_sparse.whole_file import whole_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ _FIXED_BUDGET = 0.05
 def validate(predictor: Predictor, prompts: Sequence[Samples], kv_heads: int) -> dict[str, float]:
     """Compare predictions with labels, head by head, and let the selector choose from both.
 
+    heads                             number of labels compared: one for each query head of each layer and step
     base_budget_error, growth_error   mean absolute error over the true retrieval heads; shares of the host segment.
                                       Training reduces neither, since it fits the line at the selector's granularities
     budget_error_BLK                  likewise, of bgt(BLK) by eq. 1 against the label itself
@@ -36,7 +37,6 @@ def validate(predictor: Predictor, prompts: Sequence[Samples], kv_heads: int) ->
     reached_retrieval                 `reached` among the heads that the labels call retrieval
     read, read_labels                 mean share of the host segment that a group's heads select together (the sum, at
                                       most 1), by the predictions and by the labels' properties
-
     volume, volume_labels             mean V(blk) of eq. 3 over 2 L, so including the metadata that is read for ranking
     reached_fixed, volume_fixed       of the paper's strongest baseline: blocks of 16 tokens, a budget of 0.05 per head
 

@@ -21,7 +21,15 @@ from vllm_hybrid_sparse.kernels.sparse_attention.gpu import attend_slots
 from vllm_hybrid_sparse.kernels.verify.gpu import verify
 from vllm_hybrid_sparse.kernels.verify.progress import Progress
 from vllm_hybrid_sparse.memory.cuda_pool import CudaPool
-from vllm_hybrid_sparse.memory.queues import DeviceQueue, Mark, current_queue, host_empty, open_queue, upload
+from vllm_hybrid_sparse.memory.queues import (
+    DeviceQueue,
+    Mark,
+    choose_device,
+    current_queue,
+    host_empty,
+    open_queue,
+    upload,
+)
 from vllm_hybrid_sparse.memory.slot_table import NO_SLOT
 from vllm_hybrid_sparse.memory.transfers import Loaded
 from vllm_hybrid_sparse.runtime.device import Attended, PartialAttention, RowStates, WaveFlags
@@ -39,8 +47,10 @@ class CudaDevice:
     def __init__(self, pool: CudaPool) -> None:
         self._pool = pool
         self._queue = open_queue(pool.queue.device)
-        self._launches = ThreadPoolExecutor(max_workers=1, thread_name_prefix=LAUNCH_THREAD)
-        self._landings = ThreadPoolExecutor(max_workers=1, thread_name_prefix=LAND_THREAD)
+        self._launches, self._landings = (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=choose_device(pool.queue.device))
+            for name in (LAUNCH_THREAD, LAND_THREAD)
+        )
 
     def begin(self, query: Tensor, kv_heads: int, score_tokens: int = 0) -> RowStates:
         """See `Device`."""

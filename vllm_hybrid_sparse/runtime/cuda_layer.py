@@ -59,7 +59,7 @@ class CudaLayers:
         self._prefill = StreamedPrefill(
             self._queue, attention.num_kv_heads, attention.head_dim, attention.dtype, attention.scale
         )
-        self.tiered = TieredLayer(tier, attention, attention.scale)
+        self.tiered = TieredLayer(tier, attention)
         self._graphs = LaunchGraphs(capture)
         self._kv_caches = {tier.layer_of(kv_cache): kv_cache for kv_cache in kv_caches}
         self.prompt_rows = PromptRows(_latest_rows(tier.settings))
@@ -170,7 +170,7 @@ class CudaLayers:
             store.rows_stored(())
 
     def warm_up(self) -> None:
-        """Compile the kernels that no step before the first longer request launches. It leaves nothing behind."""
+        """Compile the kernels that serving launches, for a context that is made up. It leaves nothing behind."""
         warm_up(self._tier, self._attention, self._tier.source(self._kv_caches[0]))
 
     def look_back(

@@ -17,6 +17,7 @@ from vllm_hybrid_sparse.kernels.frame_attention.reference import attend_frames
 from vllm_hybrid_sparse.kernels.merge.attribution import attribute_unread
 from vllm_hybrid_sparse.kernels.merge.reference import merge_states
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import HostState
+from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_slots
 from vllm_hybrid_sparse.memory.device_pool import DevicePool
 from vllm_hybrid_sparse.memory.transfers import Loaded
 from vllm_hybrid_sparse.runtime.device import Attended, PartialAttention, RowStates, WaveFlags
@@ -25,31 +26,6 @@ from vllm_hybrid_sparse.runtime.residency import ResidentRows
 from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 
 THREAD_NAME = "hybrid-sparse-device"
-
-
-def attend_slots(
-    query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, page_tokens: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Let groups of query heads attend to the pages in some slots.
-
-    query        [groups, group, head_dim]
-    key_pool     [slots, 16, head_dim], value_pool likewise; slots that no group names are not looked at
-    slots        [groups, pages] int64, -1 for none
-    page_tokens  [groups, pages] int64, tokens that each page has, 0 to 16
-    returns      (out, lse, page_lse, scores) f32: [groups, group, head_dim] normalised, [groups, group],
-                 [groups, group, pages] and [groups, group, pages, 16]; zeros and -inf where no token is seen
-    """
-    seen = torch.arange(PAGE_TOKENS) < page_tokens.masked_fill(slots < 0, 0)[..., None]  # [groups, pages, 16]
-    index = slots.clamp(min=0)
-    unseen = ~seen[..., None]
-    key = key_pool[index].float().masked_fill(unseen, 0.0)
-    value = value_pool[index].float().masked_fill(unseen, 0.0)
-    scores = scale * torch.einsum("ngd,nptd->ngpt", query.float(), key)
-    scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    page_lse = scores.logsumexp(dim=-1)
-    lse = page_lse.logsumexp(dim=-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None, None])
-    return torch.einsum("ngpt,nptd->ngd", weights, value), lse, page_lse, scores
 
 
 class EmulatedDevice:

@@ -127,7 +127,22 @@ class CudaCapture:
                 launch()
             except BaseException:
                 with suppress(RuntimeError):  # it says only that the capture is invalid now
-                    graph.capture_end()
+                    self._end(graph)
                 raise
-            graph.capture_end()
+            self._end(graph)
         return graph
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End the capture. If the driver has made it invalid, do what torch then leaves out before raising its error.
+
+        torch asks the driver first, and at an error does not tell its allocator that the capture has ended. The
+        allocator would wait for that for ever before it reuses any memory that a second queue has read (`keep`).
+        """
+        try:
+            graph.capture_end()
+        except BaseException:
+            device = self._stream.device.index
+            with suppress(RuntimeError):  # it was told: torch failed later, and the graph gives the pool back itself
+                torch._C._cuda_endAllocateToPool(device, self._pool)
+                torch._C._cuda_releasePool(device, self._pool)
+            raise

@@ -7,9 +7,7 @@ and both sides read them (`both_sides.py`).
 import time
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, native_selection
@@ -27,13 +25,12 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 class PageRows:
     """Decode rows of layers of one shape. One call at a time."""
 
-    def __init__(self, tier: DeviceTier, attention: NativeAttention, scale: float, host: HostSide) -> None:
+    def __init__(self, tier: DeviceTier, attention: NativeAttention, host: HostSide) -> None:
         settings = tier.settings
-        self._tier, self._attention, self._scale, self._host = tier, attention, scale, host
+        self._tier, self._attention, self._host = tier, attention, host
         self._sides = BothSides(tier, host)
         self._spec, self._retained = settings.selection, settings.retained
         self._selection = native_selection(self._spec, self._retained)
-        self.last_pages: dict[GroupKey, NDArray[np.int64]] = {}  # candidates that the last call read, in this order
 
     def decode(
         self, query: Tensor, kv_cache: Tensor, batch: TieredBatch, output: Tensor, output_rows: Sequence[int]
@@ -45,7 +42,7 @@ class PageRows:
         """
         started = time.perf_counter()
         tier = self._tier
-        step = DecodeRows.begin(tier, self._host, self._scale, query, kv_cache, batch)
+        step = DecodeRows.begin(tier, self._host, self._attention.scale, query, kv_cache, batch)
         states = step.rows.states
         attending = step.start("retained", self._retained.retained_pages, self._spec.microbatch_pages)
         score_candidates(self._attention, self._selection, kv_cache, step.queries, batch.stored)  # meanwhile
@@ -58,7 +55,6 @@ class PageRows:
         if alone is not None:
             tier.device.attribute(states, alone, self._log_unread(step, readings, read.pages), self._spec.attributed)
         tier.device.give(states, output, output_rows)
-        self.last_pages = {group: readings[group].pages[:count] for group, count in read.pages.items()}
         tiers = retained.stats + read.stats + TierStats(step_s=time.perf_counter() - started)
         self._count(step, tiers, readings, read, ordered)
 

@@ -28,9 +28,9 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 class PredictedRows:
     """Decode rows of layers of one shape. One call at a time."""
 
-    def __init__(self, tier: DeviceTier, attention: NativeAttention, scale: float, host: HostSide) -> None:
+    def __init__(self, tier: DeviceTier, attention: NativeAttention, host: HostSide) -> None:
         settings = tier.settings
-        self._tier, self._attention, self._scale, self._host = tier, attention, scale, host
+        self._tier, self._attention, self._host = tier, attention, host
         self._sides = BothSides(tier, host)
         self._candidates = settings.retained.candidate_range
         self._microbatch_pages = settings.selection.microbatch_pages
@@ -54,7 +54,7 @@ class PredictedRows:
         """
         started = time.perf_counter()
         device = self._tier.device
-        step = DecodeRows.begin(self._tier, self._host, self._scale, query, kv_cache, batch)
+        step = DecodeRows.begin(self._tier, self._host, self._attention.scale, query, kv_cache, batch)
         retained, chosen = self._attend_retained(step, layer)
         states = step.rows.states
         alone = None

@@ -61,14 +61,6 @@ class PageCodes(NamedTuple):
     code_bits: int
 
 
-class _Read(NamedTuple):
-    """What the rows of a layer read; tensors in device memory."""
-
-    tokens: tuple[int, ...]  # of the step's batch
-    order: Tensor  # [rows, kv_heads, candidates] int64
-    counts: Tensor  # [rows, kv_heads] int32
-
-
 class DeviceRanking:
     """Ranked rows in all layers of a model. Only for the step's thread."""
 
@@ -108,8 +100,6 @@ class DeviceRanking:
         self._tally = Tally(self._device)
         self._shown = ShownTally(self._tally)
         self._looks = False  # whether rows of the last step were ranked, so that pages may have arrived
-        self._last: list[_Read] = []  # of the layer that attended last, all parts
-        self._last_layer = -1
 
     def begin_step(
         self, tables: Sequence[NDArray[np.int32]], seq_lens: Sequence[int], written_pages: Sequence[int]
@@ -124,7 +114,6 @@ class DeviceRanking:
         written_pages   of the host store, those that prompts write in this step
         """
         self._places.clear()
-        self._last_layer = -1
         of_block = self._sources[0].pages_per_block
         begun = [
             int(table[(length - 1) // PAGE_TOKENS // of_block]) * of_block + (length - 1) // PAGE_TOKENS % of_block
@@ -222,8 +211,6 @@ class DeviceRanking:
 
         query, output   [tokens, q_heads, head_dim]   of the step; rows of others are left alone
         """
-        if layer != self._last_layer:
-            self._last, self._last_layer = [], layer
         queries, attended = rows.of(query), rows.of(output)
         args = queries, self._pool.key, self._pool.value, self._hosts[layer]
         first_page = self._retained.sink_tokens // PAGE_TOKENS
@@ -260,7 +247,6 @@ class DeviceRanking:
                 )
             share = self._spec.attributed
             self._kernels.merge_with_unread(retained, read, plan.log_unread if share else None, share, attended)
-            self._last.append(_Read(rows.tokens, pages.order, plan.counts))
         else:
             attended.copy_(retained[0])
         if not rows.together:
@@ -284,20 +270,6 @@ class DeviceRanking:
         )
         order = self._kernels.order_pages(scores, self._kv_heads, retained_lse, rows.most_budget)
         return RankedPages(order, scores, rows.candidates, rows.budgets)
-
-    def last_pages(self) -> dict[tuple[int, int], list[int]]:
-        """Candidates read by the layer that attended last, in the order of reading. Waits for the device.
-
-        By token of the step's batch and KV head.
-        """
-        first_page = self._retained.sink_tokens // PAGE_TOKENS
-        pages = {}
-        for read in self._last:
-            order, counts = read.order.tolist(), read.counts.tolist()
-            for row, token in enumerate(read.tokens):
-                for head, count in enumerate(counts[row]):
-                    pages[token, head] = [first_page + page for page in order[row][head][:count]]
-        return pages
 
     def drop_numbers(self) -> None:
         """Discard all counts of what was read so far, taken or not."""

@@ -26,8 +26,8 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
 class SalientRows:
     """Decode rows of layers of one shape. One call at a time."""
 
-    def __init__(self, tier: DeviceTier, attention: NativeAttention, scale: float, host: HostSide) -> None:
-        self._tier, self._attention, self._scale, self._host = tier, attention, scale, host
+    def __init__(self, tier: DeviceTier, attention: NativeAttention, host: HostSide) -> None:
+        self._tier, self._attention, self._host = tier, attention, host
         self._retained = tier.settings.retained
         self._microbatch_pages = tier.settings.selection.microbatch_pages
 
@@ -50,7 +50,9 @@ class SalientRows:
         lengths = batch.seq_lens
         window = [len(self._retained.retained_pages(seq_len)) for seq_len in lengths]
         score_tokens = max(window) * PAGE_TOKENS
-        step = DecodeRows.begin(self._tier, self._host, self._scale, query, kv_cache, batch, score_tokens=score_tokens)
+        step = DecodeRows.begin(
+            self._tier, self._host, self._attention.scale, query, kv_cache, batch, score_tokens=score_tokens
+        )
         attending = step.start("retained", self._retained.retained_pages, self._microbatch_pages)
         host_started = time.perf_counter()
         try:

@@ -7,7 +7,6 @@ without a device. Decode rows are left to the policies' executors.
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_hybrid_sparse import _native
@@ -20,27 +19,22 @@ from vllm_hybrid_sparse.runtime.residency import ResidentRows
 from vllm_hybrid_sparse.runtime.salient_rows import SalientRows
 from vllm_hybrid_sparse.runtime.tiered_batch import TieredBatch
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
-from vllm_hybrid_sparse.values import PAGE_TOKENS, GroupKey
+from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
 class TieredLayer:
     """Layers of one shape whose decode rows a device and its host share. One call at a time."""
 
-    def __init__(self, tier: DeviceTier, attention: NativeAttention, scale: float) -> None:
+    def __init__(self, tier: DeviceTier, attention: NativeAttention) -> None:
         settings = tier.settings
         self._tier = tier
         self._attention = attention
         self._kv_heads = np.arange(attention.num_kv_heads)
         self._selection = native_selection(settings.selection, settings.retained)
         host = HostSide(attention)
-        self._pages = PageRows(tier, attention, scale, host)
-        self._salient = SalientRows(tier, attention, scale, host)
-        self._predicted = PredictedRows(tier, attention, scale, host)
-
-    @property
-    def last_pages(self) -> dict[GroupKey, NDArray[np.int64]]:
-        """Candidates that the last call read under a page policy, in the order of reading."""
-        return self._pages.last_pages
+        self._pages = PageRows(tier, attention, host)
+        self._salient = SalientRows(tier, attention, host)
+        self._predicted = PredictedRows(tier, attention, host)
 
     def forward(
         self,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeBatch
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.runtime.entrance import Entering
 from vllm_hybrid_sparse.runtime.readings import ReadingWave
 from vllm_hybrid_sparse.runtime.residency import Divide, ResidentRows

@@ -61,7 +61,6 @@ class Rows:
     pages_per_block: int
     store_pages: int
     first_entry: int = 0
-    admit: bool = True
 
     def look_up(
         self, directory: PageDirectory, step: int, by: Callable[..., Listed], device: torch.device = CPU
@@ -80,7 +79,6 @@ class Rows:
             store_pages=self.store_pages,
             first_entry=self.first_entry,
             kv_heads=self.counts.shape[1],
-            admit=self.admit,
         )
 
     def within(self, part: Tensor) -> list[int]:

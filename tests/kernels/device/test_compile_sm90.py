@@ -45,6 +45,7 @@ OF_TWO_FORMS = {
     "_verify_kernel",  # by an estimate
 }
 SHARED_BYTES_OF_SM90 = 227 * 1024  # that one program may have
+SHARED_BYTES_OF_SM86 = 99 * 1024  # likewise, and on sm_89 and sm_120
 STACK_BYTES = {"_attend_kernel": 16, "_attend_listed_kernel": 48, "_read_on_kernel": 192}
 """Of a thread in half precision at head_dim 256, where registers do not suffice; everywhere else they do."""
 
@@ -104,3 +105,14 @@ def test_every_kernel_compiles_for_sm_90_and_in_half_precision_keeps_to_its_regi
 def test_no_kernel_is_compiled_anew_for_numbers_that_change_from_step_to_step(tmp_path: Path) -> None:
     expected = {kernel: 2 if kernel in OF_TWO_FORMS else 1 for kernel in KERNELS}
     assert compiled("binaries_sm90", tmp_path) == expected
+
+
+def test_attention_fits_the_gpus_with_the_least_shared_memory(tmp_path: Path) -> None:
+    rows = compiled("shared_sm86", tmp_path)
+    assert [row["kernel"] for row in rows] == [
+        "_attend_kernel",
+        *("_attend_kernel", "_attend_frames_kernel", "_attend_listed_kernel", "_read_on_kernel"),
+    ]
+    for row in rows:
+        assert row["arch"] == 86
+        assert row["bytes"] <= SHARED_BYTES_OF_SM86, row

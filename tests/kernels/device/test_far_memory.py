@@ -136,6 +136,5 @@ def test_entries_of_the_last_kv_head(device: torch.device) -> None:
         store_pages=store_pages,
         first_entry=0,
         kv_heads=heads,
-        admit=False,
     )
     assert [int(part[0, -1, 0]) for part in listed] == [2, 3, 16]

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.arguments import block_group
 from vllm_hybrid_sparse.kernels.listed_attention import reference
-from vllm_hybrid_sparse.kernels.listed_attention.gpu import TILE_PAGES, attend_listed
+from vllm_hybrid_sparse.kernels.listed_attention.gpu import attend_listed, listed_tile
 from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore, Tally
 from vllm_hybrid_sparse.kernels.page_directory.state import Listed
 from vllm_hybrid_sparse.memory.host_pages import HostPages
@@ -114,7 +115,8 @@ def test_attention_equals_the_reference_wherever_pages_lie(
 ) -> None:
     torch.manual_seed(head_dim + group)
     store = make_store(dtype, blocks=16 // of_block, head_dim=head_dim, of_block=of_block)
-    counts = torch.tensor([[0, 1], [TILE_PAGES, TILE_PAGES + 1], [16, 7]], dtype=torch.int32)
+    tile = listed_tile(block_group(group), head_dim, dtype)
+    counts = torch.tensor([[0, 1], [tile, tile + 1], [16, 7]], dtype=torch.int32)
     listed = make_lists(store, counts, 16, last_tokens=5)
     check(store, torch.randn(3, 2 * group, head_dim).to(dtype), listed, counts, device)
 

@@ -106,7 +106,6 @@ class Life:
             pages_per_block=self.pages_per_block,
             store_pages=self.store_pages,
             first_entry=layer * self.kv_heads * self.store_pages,
-            admit=bool(self.below(4)),
         )
 
     def same(self, name: str, *args: Any, **numbers: int) -> None:
@@ -144,7 +143,9 @@ def test_lives_of_the_kernels_and_the_reference_are_the_same(
 
 def test_a_page_in_a_slot_is_found_and_stamped(device: torch.device) -> None:
     directory = directory_of(32, 4, 1, held={2: 5, 0: 21})
-    slots, after = check_look_up(directory, listing([[[5, 3]], [[5]]], admit=False), 9, device)
+    # The first row's page 7 lies nowhere, and is not full: it asks for no slot.
+    rows = listing([[[5, 7]], [[5]]], seq_lens=ints(7 * 16 + 3, 256))
+    slots, after = check_look_up(directory, rows, 9, device)
     assert slots == [2, -1, 0]
     assert after.used.tolist() == [9, FREE, 9, FREE]
     assert int(after.cursor) == 0

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.kernels.device.test_listed_attention import SCALE, Store, make_store
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.arguments import unread_tile
 from vllm_hybrid_sparse.kernels.listed_attention.state import Tally
 from vllm_hybrid_sparse.kernels.page_directory.state import ARRIVING, NOWHERE, Listed
 from vllm_hybrid_sparse.kernels.reading import reference
@@ -198,10 +199,15 @@ def test_reading_on_ends_where_enough_is_read(
     check_reading_on(gpu_ranking, device, dtype, head_dim, group, microbatch, threshold)
 
 
+@pytest.mark.parametrize("group", [3, 20])
 @pytest.mark.parametrize("threshold", [0.6, 0.9])
-def test_reading_on_where_estimates_were_far_too_high(threshold: float, device: torch.device) -> None:
-    """What is left in the end is as nothing beside what was expected, and is what counts."""
-    check_reading_on(gpu_ranking, device, torch.float32, 64, 3, 2, threshold, spread=9.0)
+def test_reading_on_where_estimates_were_far_too_high(threshold: float, group: int, device: torch.device) -> None:
+    """What is left is as nothing beside what was expected, and is what counts. Of 20 heads it is summed in parts."""
+    check_reading_on(gpu_ranking, device, torch.float32, 64, group, 2, threshold, spread=9.0)
+
+
+def test_what_is_unread_is_summed_by_more_pages_than_are_read_at_a_time() -> None:
+    assert [unread_tile(heads, head_dim) for heads, head_dim in ((16, 128), (32, 128), (16, 256))] == [128, 8, 16]
 
 
 def test_the_emulated_device_reads_on_and_counts_likewise() -> None:

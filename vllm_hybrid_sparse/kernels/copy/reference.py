@@ -2,8 +2,10 @@
 
 A page of the host store is laid out for the CPU kernel (`csrc/layout.h`), a slot is K and V as plain rows:
 
-    K part   bf16: [head_dim / 2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
-    V part   bf16: [8 token pairs][head_dim][2 tokens]    f16, f32: [16 tokens][head_dim]
+    K part   bf16, e4m3: [head_dim / 2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
+    V part   bf16, e4m3: [8 token pairs][head_dim][2 tokens]    f16, f32: [16 tokens][head_dim]
+
+Slots hold bf16, f16 or f32, so pages of e4m3 have no way to them.
 """
 
 import torch
@@ -13,8 +15,11 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 
 def packed_together(dtype: torch.dtype) -> int:
-    """Elements of one bf16 dot product, which lie side by side in the host store: 2; 1 of the other dtypes."""
-    return 2 if dtype == torch.bfloat16 else 1
+    """Dims of a key, and tokens of a value, that lie side by side in the host store, for a bf16 dot product.
+
+    dtype     of the pages: bf16 and e4m3, which is widened to it, have 2; f16 and f32 have 1
+    """
+    return 2 if dtype in (torch.bfloat16, torch.float8_e4m3fn) else 1
 
 
 def key_element(token: int, dim: int, pack: int) -> int:

@@ -17,7 +17,8 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.arguments import CPU, check_tensor
 from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.policy.budget import GRANULARITIES
 from vllm_hybrid_sparse.predictor.features import FEATURES
 from vllm_hybrid_sparse.predictor.model import HIDDEN_SIZES, Predictor
@@ -73,8 +74,10 @@ def fluxion_layer(
     """
     if granularity not in (0, *GRANULARITIES):
         raise KernelError(f"granularity={granularity}: must be 0 or one of {', '.join(map(str, GRANULARITIES))}")
-    if layer < 0 or not tau > 0:
-        raise KernelError(f"layer={layer}, tau={tau}: must be 0 or more, and above 0")
+    if layer < 0:
+        raise KernelError(f"layer={layer}: must be 0 or more")
+    if not tau > 0:
+        raise KernelError(f"tau={tau}: must be above 0")
     if dense_tokens < 0:
         raise KernelError(f"dense_tokens={dense_tokens}: must be 0 or more")
     return _native.FluxionLayer(

@@ -6,7 +6,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.kernels.arguments import KV_DTYPES, block_group, check_head_dim, check_tensor, group_size
+from vllm_hybrid_sparse.kernels.arguments import (
+    KV_DTYPES,
+    attention_tile,
+    block_group,
+    check_head_dim,
+    check_tensor,
+    group_size,
+)
 from vllm_hybrid_sparse.kernels.merge.gpu import merge_splits
 
 _PROGRAMS = 1024
@@ -19,7 +26,7 @@ _MIN_SPLIT_TOKENS = 256
 then at most group / 128 of the bytes of K and V in bf16."""
 
 _TILE_TOKENS = 64
-"""Tokens that a program reads at a time. Not tuned on a GPU yet."""
+"""Tokens that a program reads at a time, where they fit (`attention_tile`). Not tuned on a GPU yet."""
 
 _FRAME_TOKENS_STEP = 16
 
@@ -78,6 +85,7 @@ def attend_frames(
     if not 1 <= longest <= room:
         raise KernelError(f"longest={longest}: must be 1 to {room}, the tokens of {frames.shape[1]} blocks")
 
+    heads = block_group(group)
     splits = _splits(longest, rows * kv_heads)
     out = torch.empty(rows, q_heads, splits, head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(rows, q_heads, splits, dtype=torch.float32, device=device)
@@ -97,9 +105,9 @@ def attend_frames(
         group=group,
         frame_tokens=frame_tokens,
         head_dim=head_dim,
-        block_group=block_group(group),
+        block_group=heads,
         block_dim=triton.next_power_of_2(head_dim),
-        tile=_TILE_TOKENS,
+        tile=attention_tile(_TILE_TOKENS, heads, head_dim, k_frames.dtype),
         least_tokens=_MIN_SPLIT_TOKENS,
     )
     merge_splits(out, lse, output)

@@ -13,7 +13,8 @@ from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.arguments import CPU, check_tensor
 from vllm_hybrid_sparse.kernels.latest_rows import LatestRows
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, stored_batch
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import stored_batch
 
 
 class PackedState(NamedTuple):

@@ -5,7 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_hybrid_sparse.kernels.arguments import block_group, check_host, check_pools, check_tensor, group_size
+from vllm_hybrid_sparse.kernels.arguments import (
+    LISTED_TILES,
+    attention_tile,
+    block_group,
+    check_host,
+    check_pools,
+    check_tensor,
+    group_size,
+)
 from vllm_hybrid_sparse.kernels.copy.reference import packed_together
 from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore, Tally
 from vllm_hybrid_sparse.kernels.merge.gpu import merge_splits
@@ -15,9 +23,12 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS
 _PROGRAMS = 1024
 """Programs that lists are split for, as in `frame_attention`. Reckoned, not tuned on a GPU."""
 
-TILE_PAGES = 2
-"""Pages that a program reads at a time: 32 tokens. With four, registers do not suffice for reading on at head_dim 128
-(sm_90). Not tuned on a GPU yet."""
+_TILE_TOKENS = 32
+"""Tokens that a program reads at a time, where they fit (`listed_tile`). With 64, registers do not suffice for reading
+on at head_dim 128 (sm_90). Not tuned on a GPU yet."""
+
+_STAGES = 3
+"""Triton's own number. A program of one page has one stage: Triton 3.9 would have two more pages in shared memory."""
 
 _PAGE_TOKENS = tl.constexpr(PAGE_TOKENS)
 
@@ -62,7 +73,9 @@ def attend_listed(
     check_tensor("counts", counts, torch.int32, (rows, kv_heads), device)
     check_host(host.elements, k_pool.dtype, device)
     group = group_size(q_heads, kv_heads)
-    splits = _splits(most, rows * kv_heads)
+    heads = block_group(group)
+    tile = listed_tile(heads, head_dim, k_pool.dtype)
+    splits = _splits(most, rows * kv_heads, tile)
     out = torch.empty(rows, q_heads, head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(rows, q_heads, dtype=torch.float32, device=device)
     if rows == 0:
@@ -91,17 +104,23 @@ def attend_listed(
         group=group,
         head_dim=head_dim,
         pack=packed_together(k_pool.dtype),
-        block_group=block_group(group),
+        block_group=heads,
         block_dim=triton.next_power_of_2(head_dim),
-        tile=TILE_PAGES,
+        tile=tile,
+        num_stages=_STAGES if tile > 1 else 1,
     )
     merge_splits(parts, part_lse, out, lse)
     return out, lse
 
 
-def _splits(most: int, groups: int) -> int:
+def listed_tile(heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Pages that `read_pages` reads at a time, for `heads` of `block_group`. KernelError where not even one fits."""
+    return attention_tile(_TILE_TOKENS, heads, head_dim, dtype, tiles=LISTED_TILES) // PAGE_TOKENS
+
+
+def _splits(most: int, groups: int, tile: int) -> int:
     """Programs that share the list of a group, of at most `most` pages; groups: rows times KV heads."""
-    return max(1, min(-(-most // TILE_PAGES), -(-_PROGRAMS // max(1, groups))))
+    return max(1, min(-(-most // tile), -(-_PROGRAMS // max(1, groups))))
 
 
 @triton.jit

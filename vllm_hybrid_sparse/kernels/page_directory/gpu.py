@@ -44,7 +44,6 @@ def look_up(
     store_pages: int,
     first_entry: int,
     kv_heads: int,
-    admit: bool = True,
 ) -> Listed:
     """List the pages that decode rows are to read in one layer, and say where each lies: `look_up` of reference.py.
 
@@ -68,7 +67,6 @@ def look_up(
     pages_per_block   page p of a request is page p % pages_per_block of its block p // pages_per_block
     store_pages       pages of the host store of one layer and KV head
     first_entry       layer * kv_heads * store_pages
-    admit             whether pages that lie in no slot are given one
 
     Raises KernelError for a tensor of another shape, dtype, device or stride, and for a number out of its range.
     """
@@ -116,7 +114,6 @@ def look_up(
         first_entry,
         directory.room,
         ordered=order is not None,
-        admit=admit,
         tile=_TILE,
     )
     return listed
@@ -276,7 +273,6 @@ def _look_up_kernel(
     first_entry,
     room,
     ordered: tl.constexpr,
-    admit: tl.constexpr,
     tile: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -301,24 +297,23 @@ def _look_up_kernel(
     slot = tl.load(slots + entry, mask=is_page, other=_ARRIVING)
     is_found = slot >= 0
     tl.store(used + slot, tl.full((tile,), 0, tl.int32) + tl.load(clock), mask=is_found)
-    if admit:
-        # Order between atomics on different words does not matter, so they are relaxed: whoever reads NOWHERE in an
-        # entry, first or after another set it back, claims it alone, and every place of the reserve is drawn once.
-        lacks = (slot == _NOWHERE) & (tokens == _PAGE_TOKENS)
-        arriving = tl.full((tile,), _ARRIVING, tl.int32)
-        before = tl.atomic_min(slots + entry, arriving, mask=lacks, sem="relaxed")
-        is_claimed = lacks & (before == _NOWHERE)
-        claimed = is_claimed.to(tl.int32)
-        asked = tl.sum(claimed, axis=0)
-        if asked > 0:
-            place = tl.atomic_add(cursor, asked, sem="relaxed") + tl.cumsum(claimed, axis=0) - 1
-            has_place = is_claimed & (place < room)
-            tl.store(arrivals + place, entry, mask=has_place)
-            given = tl.load(reserve + place, mask=has_place, other=_NOTHING)
-            slot = tl.where(given >= 0, -2 - given, slot)
-            nowhere = tl.full((tile,), _NOWHERE, tl.int32)
-            tl.atomic_xchg(slots + entry, nowhere, mask=is_claimed & (place >= room), sem="relaxed")
-            is_found |= given >= 0
+    # Order between atomics on different words does not matter, so they are relaxed: whoever reads NOWHERE in an
+    # entry, first or after another set it back, claims it alone, and every place of the reserve is drawn once.
+    lacks = (slot == _NOWHERE) & (tokens == _PAGE_TOKENS)
+    arriving = tl.full((tile,), _ARRIVING, tl.int32)
+    before = tl.atomic_min(slots + entry, arriving, mask=lacks, sem="relaxed")
+    is_claimed = lacks & (before == _NOWHERE)
+    claimed = is_claimed.to(tl.int32)
+    asked = tl.sum(claimed, axis=0)
+    if asked > 0:
+        place = tl.atomic_add(cursor, asked, sem="relaxed") + tl.cumsum(claimed, axis=0) - 1
+        has_place = is_claimed & (place < room)
+        tl.store(arrivals + place, entry, mask=has_place)
+        given = tl.load(reserve + place, mask=has_place, other=_NOTHING)
+        slot = tl.where(given >= 0, -2 - given, slot)
+        nowhere = tl.full((tile,), _NOWHERE, tl.int32)
+        tl.atomic_xchg(slots + entry, nowhere, mask=is_claimed & (place >= room), sem="relaxed")
+        is_found |= given >= 0
 
     listed = group * most + places
     tl.store(listed_slots + listed, tl.where(is_found, slot, -1), mask=is_page)

@@ -35,7 +35,6 @@ def look_up(
     store_pages: int,
     first_entry: int,
     kv_heads: int,
-    admit: bool = True,
 ) -> Listed:
     """List pages and say where they lie; arguments as in gpu.py. Behind the counts: -1, 0 and 0."""
     rows = len(counts)
@@ -50,7 +49,7 @@ def look_up(
                 block = int(blocks[row, page // pages_per_block])
                 store_page = block * pages_per_block + page % pages_per_block
                 tokens = min(int(seq_lens[row]) - page * PAGE_TOKENS, PAGE_TOKENS)
-                may_arrive = admit and tokens == PAGE_TOKENS
+                may_arrive = tokens == PAGE_TOKENS
                 slot = _look_up_one(directory, first_entry + kv_head * store_pages + store_page, may_arrive)
                 for part, value in zip(listed, (slot, store_page, tokens), strict=True):
                     part[row, kv_head, place] = value

@@ -14,7 +14,8 @@ from torch import Tensor
 from vllm_hybrid_sparse import _native
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.arguments import CPU, check_tensor
-from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention, NativeBatch
+from vllm_hybrid_sparse.kernels.paged_attention.native import NativeAttention
+from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.values import GroupKey
 
 

@@ -14,11 +14,12 @@ from vllm_hybrid_sparse.kernels.arguments import (
     check_tensor,
     group_size,
     score_tile,
+    unread_tile,
 )
 from vllm_hybrid_sparse.kernels.copy.reference import packed_together
-from vllm_hybrid_sparse.kernels.listed_attention.gpu import TILE_PAGES, fold_pages, read_pages
+from vllm_hybrid_sparse.kernels.listed_attention.gpu import fold_pages, listed_tile, read_pages
 from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore, Tally
-from vllm_hybrid_sparse.kernels.reading.plan import PageTables, RankedPages, ReadingPlan
+from vllm_hybrid_sparse.kernels.reading.plan import PageTables, RankedPages, ReadingPlan, check_rule
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 _STEP_WITHOUT_THRESHOLD = 256
@@ -40,7 +41,7 @@ def plan_reading(pages: RankedPages, retained_lse: Tensor, *, threshold: float, 
     threshold          ε, in (0, 1]
     microbatch_pages   1 or more
     """
-    _check_reading(threshold, microbatch_pages)
+    check_rule(threshold, microbatch_pages)
     device = pages.scores.device
     rows, q_heads, most, kv_heads = _check_pages(pages)
     check_tensor("retained_lse", retained_lse, torch.float32, (rows, q_heads), device)
@@ -112,7 +113,7 @@ def read_on(
     plan           in and out: what was read, and what it leaves
     tally          what was read and groups that were looked at are added to it
     """
-    _check_reading(threshold, microbatch_pages)
+    check_rule(threshold, microbatch_pages)
     head_dim = check_pools(k_pool, v_pool)
     device = k_pool.device
     check_tensor("query", query, k_pool.dtype, (None, None, head_dim), device, strided_dims=1)
@@ -134,6 +135,7 @@ def read_on(
     check_tensor("tally kept", tally.kept, torch.float64, (1,), device)
     if rows == 0:
         return
+    heads = block_group(group)
     _read_on_kernel[(rows, kv_heads)](
         query,
         k_pool,
@@ -170,17 +172,11 @@ def read_on(
         group=group,
         head_dim=head_dim,
         pack=packed_together(k_pool.dtype),
-        block_group=block_group(group),
+        block_group=heads,
         block_dim=triton.next_power_of_2(head_dim),
-        tile=TILE_PAGES,
+        tile=listed_tile(heads, head_dim, k_pool.dtype),
+        sum_tile=unread_tile(heads, head_dim),
     )
-
-
-def _check_reading(threshold: float, microbatch_pages: int) -> None:
-    if not 0 < threshold <= 1:
-        raise KernelError(f"threshold={threshold}: must be in (0, 1]")
-    if microbatch_pages < 1:
-        raise KernelError(f"microbatch_pages={microbatch_pages}: must be 1 or more")
 
 
 def _check_pages(pages: RankedPages) -> tuple[int, int, int, int]:
@@ -424,6 +420,7 @@ def _read_on_kernel(
     block_group: tl.constexpr,
     block_dim: tl.constexpr,
     tile: tl.constexpr,
+    sum_tile: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -486,7 +483,7 @@ def _read_on_kernel(
                 peak, total, acc = fold_pages(q, k, v, limit, peak, total, acc, scale, tile)
             count = end
             log_rest, base, unread = _left_behind(
-                scores, order + unit * listed, states, is_head, unread, base, count, num, most, tile
+                scores, order + unit * listed, states, is_head, unread, base, count, num, most, sum_tile
             )
             share = _least_share(log_rest, _log_add(log_retained, peak + tl.log(total)), is_head)
             looks += 1

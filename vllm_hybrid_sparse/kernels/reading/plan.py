@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from vllm_hybrid_sparse.errors import KernelError
+
 
 class RankedPages(NamedTuple):
     """The candidates of each group as they are to be read, and where to find one."""
@@ -32,3 +34,11 @@ class ReadingPlan:
     counts: Tensor  # [rows, kv_heads] int32
     log_unread: Tensor  # [rows, q_heads] f32, what candidates that are not read are estimated to weigh; -inf: nothing
     kept: Tensor  # [rows, kv_heads] f32, P_acc of the head that has the least; what is estimated until it is looked at
+
+
+def check_rule(threshold: float, microbatch_pages: int) -> None:
+    """Raise KernelError for a threshold outside (0, 1] or microbatches of no page."""
+    if not 0 < threshold <= 1:
+        raise KernelError(f"threshold={threshold}: must be in (0, 1]")
+    if microbatch_pages < 1:
+        raise KernelError(f"microbatch_pages={microbatch_pages}: must be 1 or more")

@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_hybrid_sparse.kernels.arguments import block_group, check_pools, check_tensor, group_size
+from vllm_hybrid_sparse.kernels.arguments import attention_tile, block_group, check_pools, check_tensor, group_size
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
-_TILE_PAGES = 4
-"""Pages that a program reads at a time: 64 tokens. Not tuned on a GPU yet."""
+_TILE_TOKENS = 64
+"""Tokens that a program reads at a time, where they fit (`attention_tile`). Not tuned on a GPU yet."""
 
-_TILE_PAGES_KEEPING = 2
-"""The same where scores are kept: with four pages registers do not suffice at head_dim 128 (sm_90)."""
+_TILE_TOKENS_KEEPING = 32
+"""The same where scores are kept: with 64 tokens registers do not suffice at head_dim 128 (sm_90)."""
 
 _PAGE_TOKENS = tl.constexpr(PAGE_TOKENS)
 
@@ -69,6 +69,8 @@ def attend_slots(
     group = group_size(q_heads, kv_heads)
     if rows == 0:
         return
+    heads = block_group(group)
+    most = _TILE_TOKENS if token_scores is None else _TILE_TOKENS_KEEPING
     _attend_kernel[(rows, kv_heads)](
         query,
         k_pool,
@@ -92,9 +94,9 @@ def attend_slots(
         keep_scores=token_scores is not None,
         group=group,
         head_dim=head_dim,
-        block_group=block_group(group),
+        block_group=heads,
         block_dim=triton.next_power_of_2(head_dim),
-        tile_pages=_TILE_PAGES if token_scores is None else _TILE_PAGES_KEEPING,
+        tile_pages=attention_tile(most, heads, head_dim, k_pool.dtype) // PAGE_TOKENS,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_hybrid_sparse.memory.frames import with_frame_room
+from vllm_hybrid_sparse.memory.call_frames import with_frame_room
 
 CALLS = 500
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hybrid_sparse.predictor.whole_file import whole_file
+from vllm_hybrid_sparse.whole_file import whole_file
 
 
 def test_it_appears_when_it_is_whole_and_nothing_else_stays(tmp_path: Path) -> None:
