@@ -188,6 +188,7 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
         ({"policy": "topk", "topk_ratio": 0.0}, "hybrid_sparse.topk_ratio=0.0: must be above 0 and at most 1"),
         ({"policy": "topk", "topk_ratio": 1.1}, "hybrid_sparse.topk_ratio=1.1: must be above 0 and at most 1"),
         ({"policy": "topk", "topk_pages": 0}, "hybrid_sparse.topk_pages=0: must be 1 to 1048576"),
+        ({"policy": "topk", "topk_pages": 2**20 + 1}, "hybrid_sparse.topk_pages=1048577: must be 1 to 1048576"),
         ({"policy": "hgca", "hgca_beta": 0}, "hybrid_sparse.hgca_beta=0: must be above 0, finite"),
         ({"policy": "hgca", "hgca_beta": "1e999"}, "hybrid_sparse.hgca_beta='1e999': must be above 0, finite"),
         ({"policy": "hgca", "hgca_alpha": 0}, "hybrid_sparse.hgca_alpha=0: must be above 0 and at most 1"),
@@ -199,6 +200,7 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
         ),
         ({"policy": "fluxion", "granularity": 8}, "hybrid_sparse.granularity=8: must be one of 0, 16, 32, 64, 128"),
         ({"policy": "fluxion", "dense_tokens": -1}, "hybrid_sparse.dense_tokens=-1: must be 0 to 16777216"),
+        ({"policy": "fluxion", "dense_tokens": 2**24 + 1}, "hybrid_sparse.dense_tokens=16777217: must be 0 to 16777"),
         ({"summary": "none"}, "hybrid_sparse.summary='none': must be one of minmax, cuboid_mean, key_codes"),
         ({"summary": "mean"}, "hybrid_sparse.summary='mean': must be one of minmax, cuboid_mean"),
         ({"sink_tokens": -16}, "hybrid_sparse.sink_tokens=-16: must be a multiple of 16, 0 to 16777216"),
@@ -213,9 +215,18 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
             "hybrid_sparse.isa='sse': must be one of auto, amx_bf16, avx512_bf16, avx512_vnni, avx512, avx2, scalar",
         ),
         ({"num_threads": -1}, "hybrid_sparse.num_threads=-1: must be 0 to 1024"),
+        ({"num_threads": 1025}, "hybrid_sparse.num_threads=1025: must be 0 to 1024"),
         ({"num_threads": [2]}, "hybrid_sparse.num_threads=[2]: must be a whole number, 0 to 1024"),
         ({"device": "emulated", "admission": "all"}, "hybrid_sparse.admission='all': must be one of working_set, none"),
         ({"device": "gpu"}, "hybrid_sparse.device='gpu': must be one of none, emulated, cuda"),
+        (
+            {"device": "cuda", "device_pool_pages": 2**31},
+            "hybrid_sparse.device_pool_pages=2147483648: must be 1 to 2147483647",
+        ),
+        (
+            {"device": "emulated", "device_resident_share": 1},
+            "hybrid_sparse.device_resident_share=1: must be 0 or more, below 1",
+        ),
         ({"device": "emulated", "host_share": "some"}, "hybrid_sparse.host_share='some': must be one of none, uniform"),
         ({"log_interval_s": -1}, "hybrid_sparse.log_interval_s=-1: must be 0 or more, finite"),
         ({"log_interval_s": float("inf")}, "hybrid_sparse.log_interval_s=inf: must be 0 or more, finite"),
@@ -314,6 +325,16 @@ def test_a_pool_holds_two_microbatches_of_a_group_or_is_refused(mapping: dict[st
     assert HybridSparseConfig.from_mapping({**given, "device_pool_pages": least}).device_pool_pages == least
     refusal = refusal_of({**given, "device_pool_pages": least - 1})
     assert refusal.startswith(f"hybrid_sparse.device_pool_pages={least - 1}: must be at least {least}")
+
+
+@pytest.mark.parametrize("device", ["emulated", "cuda"])
+def test_whole_blocks_need_a_pool_that_all_layers_share(device: str) -> None:
+    apart = {"device": device, "device_pool": "per_layer"}
+    assert HybridSparseConfig.from_mapping(apart).device_resident_share == 0.0
+    assert refusal_of({**apart, "device_resident_share": 0.5}) == (
+        "hybrid_sparse.device_resident_share=0.5: needs device_pool unified, since a block is of all layers, and the "
+        "pool is per_layer"
+    )
 
 
 def test_the_slots_of_a_gpu_are_counted_by_its_worker_unless_they_are_given() -> None:

@@ -79,6 +79,8 @@ def test_a_block_that_was_loaded_in_part_is_dropped_too(worker: Any) -> None:
     worker.execute_model(step(scheduled_new_reqs=[new]))
     assert worker._runtime.loaded_blocks.blocks.tolist() == [5, 4]
     assert resident(worker) == {0, 1, 2, 3}
+    worker.execute_model(step())
+    assert worker._runtime.loaded_blocks is None  # they are dropped and summarised once
 
 
 @pytest.mark.parametrize(("resumed", "left"), [({"a"}, {1, 3, 4, 5}), (set(), {0, 1, 2, 3, 4, 5})])

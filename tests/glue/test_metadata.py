@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.glue.metadata import HybridSparseMetadataBuilder
 
 
@@ -73,3 +74,11 @@ def test_what_a_preemption_took_is_computed_again_as_one_row() -> None:
 def test_where_vllm_does_not_say_what_decodes_all_rows_are_exact(speculates: bool) -> None:
     common = step(tokens=[1, 3, 1], lengths=[40, 7, 9], prefilling=None)
     assert rows(common, speculates) == [[0, 1, 4, 5], [40, 7, 9], [0, 10, 20], [False, False, False]]
+
+
+@pytest.mark.parametrize("causal", [False, torch.tensor([True, False])], ids=["all", "some"])
+def test_rows_that_see_later_tokens_are_refused(causal: Any) -> None:
+    common = step(tokens=[1, 3], lengths=[40, 7], prefilling=[False, True])
+    common.causal = causal
+    with pytest.raises(ConfigError, match="non-causal attention is not supported"):
+        rows(common, speculates=False)

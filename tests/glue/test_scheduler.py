@@ -195,6 +195,15 @@ def test_who_waits_with_blocks_is_vetted_before_who_waits_without(config: Callab
     assert served.scheduler.max_num_active_reqs == 1
 
 
+def test_no_answer_counts_for_more_tokens_than_a_request_may_have(config: Callable[..., Any]) -> None:
+    """Two requests of 512 tokens are resident in 64 pages of a layer each, whatever they ask for."""
+    pool_pages = 171 * LAYERS
+    served = Scheduled(config(device_pool_pages=pool_pages, device_resident_share=0.75), blocks=400)
+    for name in "ab":
+        served.add(name, prompt_tokens=10, answer_tokens=10_000)
+    assert served.step() == ["a", "b"]
+
+
 def test_an_aborted_request_makes_room(config: Callable[..., Any]) -> None:
     served = Scheduled(config(device_pool_pages=OF_A_LONG_ONE * LAYERS), blocks=400)
     served.add("a", prompt_tokens=400, answer_tokens=100)

@@ -178,6 +178,15 @@ def test_a_retained_set_is_given_once(selection: Any, retained: RetainedSet | No
         layer.attention.forward(query, new, new, layer.kv_cache, batch, selection, retained, query.clone())
 
 
+def test_a_row_of_the_cache_holds_a_whole_block() -> None:
+    layer = ServedLayer(Shape(), num_blocks=2)
+    block_bytes = Shape().num_kv_heads * layer.attention.layout.head_block_bytes
+    whole = layer.kv_cache[:, :block_bytes].contiguous()
+    assert layer.attention.block_stride(whole) == block_bytes
+    with pytest.raises(KernelError, match=f"^kv_cache: a row of {block_bytes - 1} bytes is too short for a block of"):
+        layer.attention.block_stride(whole[:, :-1].contiguous())
+
+
 def test_a_key_without_its_value_is_refused() -> None:
     layer = ServedLayer(Shape(), num_blocks=2)
     query, new, batch = torch.zeros(3, 4, 64), torch.zeros(3, 2, 64), NativeBatch.from_tensors(**BATCH)

@@ -39,6 +39,12 @@ def test_a_rate_that_held_above_one_that_failed_does_not_count() -> None:
     assert Search(first=1.0).next_rate([(1.0, True), (2.0, False), (4.0, True)]) == pytest.approx(math.sqrt(2))
 
 
+def test_a_search_ends_when_its_bracket_is_as_narrow_as_was_asked_for() -> None:
+    search = Search(first=1.0, tolerance=0.5)
+    assert search.next_rate([(2.0, True), (3.0, False)]) is None
+    assert search.next_rate([(2.0, True), (3.1, False)]) == pytest.approx(math.sqrt(6.2))
+
+
 def test_without_a_verdict_there_is_no_bracket() -> None:
     assert bracket([]) == (None, None)
     assert bracket([(1.0, True)]) == (1.0, None)

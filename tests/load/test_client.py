@@ -92,11 +92,12 @@ def test_usage_is_asked_for_as_the_server_takes_it(usage: Usage, options: object
         assert server.requests[0].get("stream_options") == options
 
 
-def test_a_refusal_is_kept_with_status_and_text_and_not_repeated() -> None:
-    with serving(replying(Reply([b'{"error":\n "too long"}'], status=400))) as server:
+@pytest.mark.parametrize("status", [400, 404, 500])
+def test_a_refusal_is_kept_with_status_and_text_and_not_repeated(status: int) -> None:
+    with serving(replying(Reply([b'{"error":\n "too long"}'], status=status))) as server:
         record = ask(server.url, retries=3)
         assert len(server.requests) == 1
-    assert (record.outcome, record.reason) == (Outcome.REFUSED, "HTTP 400: too long")
+    assert (record.outcome, record.reason) == (Outcome.REFUSED, f"HTTP {status}: too long")
     assert (record.sendings, record.arrivals) == (1, ())
 
 
@@ -135,8 +136,7 @@ def test_a_busy_server_is_asked_again_and_every_attempt_kept() -> None:
     assert [attempt.outcome for attempt in record.attempts] == [Outcome.REFUSED, Outcome.REFUSED, Outcome.OK]
     assert (record.ok, record.sendings, record.output_tokens) == (True, 3, 3)
     begun = [attempt.begun_s for attempt in record.attempts]
-    assert begun[0] == 0.0
-    assert begun == sorted(begun)
+    assert begun[0] == 0.0 < begun[1] < begun[2]
     assert record.ttft_s is not None
     assert record.ttft_s > begun[-1]  # the time of earlier attempts counts
 

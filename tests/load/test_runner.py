@@ -89,6 +89,18 @@ def test_an_interrupted_run_keeps_what_was_measured(schedule: OpenLoop | ClosedL
     assert {record.reason for record in run.records[2:]} == {"the run was interrupted"}
 
 
+def test_a_run_that_is_stopped_between_two_requests_was_interrupted() -> None:
+    async def interrupted() -> Run:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(5.0, stop.set)
+        server = ModelServer(prefill_s=1.0, token_s=0.1)
+        return await run_load(server, simple_requests(2, max_tokens=2), OpenLoop((0.0, 10.0)), stop=stop)
+
+    run = run_virtually(interrupted())
+    assert [record.outcome for record in run.records] == [Outcome.OK]
+    assert (run.interrupted, run.planned) == (True, 2)
+
+
 def test_a_request_cut_off_keeps_its_tokens() -> None:
     async def interrupted() -> Run:
         stop = asyncio.Event()

@@ -89,10 +89,11 @@ def test_a_server_that_is_none_is_named_with_what_it_did() -> None:
     ("refused", "left"),
     [([], Usage.EACH_CHUNK), (["continuous_usage_stats"], Usage.TOTAL), (["include_usage"], Usage.NONE)],
 )
-def test_the_fullest_usage_that_a_server_takes_is_asked_for(refused: list[str], left: Usage) -> None:
+@pytest.mark.parametrize("status", [400, 422])
+def test_the_fullest_usage_that_a_server_takes_is_asked_for(refused: list[str], left: Usage, status: int) -> None:
     def answer(server: FakeServer, body: dict[str, dict[str, object]]) -> Reply:
         if set(refused) & set(body.get("stream_options", {})):
-            return Reply([b"unknown field"], status=400)
+            return Reply([b"unknown field"], status=status)
         return answer_in_full(server, body)
 
     async def find_out(side: Side) -> Side:

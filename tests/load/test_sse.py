@@ -42,3 +42,11 @@ def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     decoder.feed(b"data: " + b"x" * 90)
     with pytest.raises(StreamError, match="longer than 100 bytes"):
         decoder.feed(b"x" * 20)
+
+
+def test_an_event_of_lines_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "_MOST_BYTES", 100)
+    decoder = EventDecoder()
+    decoder.feed(b"data: 1234567890\n" * 9)
+    with pytest.raises(StreamError, match="longer than 100 bytes"):
+        decoder.feed(b"data: 1234567890\n" * 2)

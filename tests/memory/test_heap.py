@@ -47,6 +47,12 @@ def test_there_is_one_trim_after_each_time_of_work(trims: Trims, trimmer: IdleTr
         assert trims.number == times
 
 
+def test_work_that_fails_has_ended_too(trims: Trims, trimmer: IdleTrimmer) -> None:
+    with pytest.raises(RuntimeError, match="a step"), trimmer.work():
+        raise RuntimeError("a step")
+    assert trims.wait()
+
+
 def test_nothing_is_trimmed_before_there_was_work(trims: Trims) -> None:
     IdleTrimmer(trims, idle_s=0.0).close()
     assert trims.number == 0

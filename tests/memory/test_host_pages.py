@@ -43,6 +43,17 @@ def test_eight_bits_which_devices_do_not_take_are_refused() -> None:
         HostPages(cache, layout, KV_HEADS)
 
 
+def test_elements_end_with_the_last_block_which_may_be_the_end_of_the_memory() -> None:
+    """As where the blocks of two layers lie side by side in each row."""
+    layout = BlockLayout(dtype="f32", head_dim=16, block_tokens=16, summary="none")
+    block_bytes = KV_HEADS * layout.head_block_bytes
+    rows = torch.zeros(2, 2 * block_bytes, dtype=torch.uint8)
+    for cache in (rows[:, :block_bytes], rows[:, block_bytes:]):
+        elements = HostPages(cache, layout, KV_HEADS).elements
+        assert elements.data_ptr() == cache.data_ptr()
+        assert elements.nbytes == 3 * block_bytes
+
+
 def test_a_row_that_holds_no_block_is_refused() -> None:
     layout = BlockLayout(dtype="f32", head_dim=16, block_tokens=16, summary="none")
     with pytest.raises(KernelError, match="rows of 4096 bytes must hold whole elements, and a block of 6144 bytes"):

@@ -39,6 +39,12 @@ def test_contents_stay_and_a_part_of_a_storage_populates_all_of_it() -> None:
     assert torch.equal(tensor, expected)
 
 
+def test_what_the_kernel_declines_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault_module, "_MADV_COLLAPSE", 10**4)  # as to a kernel that does not know it
+    declined = prefault(torch.empty(4 * MIB, dtype=torch.uint8))
+    assert declined[-1] == "collapse: Invalid argument"
+
+
 def test_less_than_a_page_is_left_alone() -> None:
     assert prefault(torch.zeros(3)) == []
     assert prefault(torch.zeros(0)) == []

@@ -164,6 +164,8 @@ def test_a_failed_copy_is_an_error_of_the_parts_that_need_it(store: Store, loade
     assert missing(loader, keys(2)) == [1]
     assert (loaded.fetched_pages, loader.pool.pinned_pages) == (3, 3)
     loader.release(loaded)
+    loader.settled().result(timeout=10)
+    assert loader.pool.pinned_pages == 0  # the part that failed had pinned pages that the others have
     check(loader, load(loader, store.sources[0], keys(1, 2, 3)), keys(1, 2, 3))
     assert loader.pool.pinned_pages == 3
 

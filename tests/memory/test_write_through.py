@@ -5,6 +5,7 @@ import torch
 
 from tests.kernels.device.interpreter import interprets, mend_interpreter
 from tests.memory.host_store import HEAD_DIM, Store
+from tests.runtime.clocked_queues import watch
 from vllm_hybrid_sparse.memory.page_keys import page_numbers
 from vllm_hybrid_sparse.memory.queues import open_queue
 from vllm_hybrid_sparse.memory.write_through import WriteThrough
@@ -54,3 +55,23 @@ def test_blocks_are_named_once_their_pages_are_full() -> None:
         stored.wait()
         assert stored.blocks == blocks
     assert writer.take().marks == ()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_rows_that_were_stored_are_there_once_the_host_has_waited(
+    monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> None:
+    """The host summarises the pages that they filled. If it does not wait for the rows, it is noticed."""
+    machine = watch(monkeypatch)
+    store = Store(blocks=5, pages_per_block=2)
+    source = store.sources[0]
+    writer = WriteThrough(source, machine.open_queue(torch.device("cpu")))
+    row = torch.randn(1, store.kv_heads, HEAD_DIM)
+    offsets = source.offsets(torch.arange(store.kv_heads)[None], torch.tensor([[PAGES[0]]]))
+    writer.store_rows(row, row, offsets, torch.tensor([15], dtype=torch.int32), None, PAGES[:1])
+    stored = writer.take()
+    assert stored.blocks == [PAGES[0] // 2]
+    if waits:
+        stored.wait()
+    machine.host_reads([("page", source.elements.data_ptr(), offset) for offset in offsets.flatten().tolist()])
+    assert bool(machine.races) is not waits

@@ -100,7 +100,8 @@ def test_a_request_that_will_not_stay_resident_takes_resident_pages_while_it_is_
     at_once = (1000 - 750) // of_one
     assert joins(rule, [20_000] * (at_once - 1), 20_000)
     assert not joins(rule, [20_000] * at_once, 20_000)
-    # A prompt that is too long to be resident takes none of them.
+    # A prompt that just fits takes all of them; one that is too long to be resident takes none.
+    assert not joins(rule, [20_000] * at_once, 20_000, prompt=750 * PAGE_TOKENS)
     too_long = 750 * PAGE_TOKENS + 1
     assert joins(rule, [20_000] * (1000 // of_one - 1), 20_000, prompt=too_long)
     assert not joins(rule, [20_000] * (1000 // of_one), 20_000, prompt=too_long)

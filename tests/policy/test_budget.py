@@ -60,6 +60,11 @@ def test_flat_budgets_take_the_coarsest_blocks_and_steep_ones_the_finest() -> No
     assert chosen.blocks.tolist() == [[1], [415]]  # ceil(0.01 * 8192 / 128), ceil(0.81 * 8192 / 16)
 
 
+def test_of_two_equal_volumes_the_coarser_blocks_are_chosen() -> None:
+    chosen = select_budgets(np.array([[0.25]]), np.array([[1 / 32]]), np.zeros((1, 1), bool), 4096)
+    assert chosen.granularity.tolist() == [32]  # blocks of 16 tokens cost the same: 1/32 more of blocks, 1/32 less read
+
+
 def test_streaming_heads_read_nothing_and_cost_nothing() -> None:
     base, growth = np.full((2, 2), 0.25), np.zeros((2, 2))
     chosen = select_budgets(base, growth, np.array([[True, False], [True, True]]), 1024)

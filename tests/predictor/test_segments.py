@@ -13,6 +13,7 @@ from vllm_hybrid_sparse.values import PAGE_TOKENS, RetainedSet
 def test_segments_cover_the_sequence_and_the_host_is_the_candidates(tokens: int, sink: int) -> None:
     retained = RetainedSet(sink_tokens=sink, window_tokens=256)
     segments = Segments.of(retained, tokens)
+    assert 0 <= segments.sink_end <= segments.host_end <= segments.tokens == tokens
     every = [*range(tokens)]
     assert every[segments.sink] + every[segments.host] + every[segments.local] == every
     first, end = retained.candidate_range(tokens)

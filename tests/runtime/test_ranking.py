@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, pack_codes
 from vllm_hybrid_sparse.kernels.listed_attention.state import Tally
 from vllm_hybrid_sparse.memory.page_keys import page_numbers
-from vllm_hybrid_sparse.runtime.ranking import DeviceRanking, rows_at_once
+from vllm_hybrid_sparse.runtime import ranking
+from vllm_hybrid_sparse.runtime.ranking import DeviceRanking, ShownTally, rows_at_once
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 from vllm_hybrid_sparse.values import SelectionSpec
 
@@ -236,6 +238,19 @@ def frames_of(frames: int, settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "device_pool_pages": slots, "device_resident_share": (frames * 8 + 1) / slots}
 
 
+def test_blocks_that_others_wrote_are_forgotten_once() -> None:
+    with model_of("emulated", RANKED["dense"]) as model:
+        (one,) = begin(model, 100)
+        decode(model, one)
+        model.tier.forget_blocks(one[0].blocks)
+        for _ in range(2):
+            decode(model, one)
+        model.tier.take_stats()
+        decode(model, one)
+        stats = model.tier.take_stats()
+        assert (stats.pages_wanted, stats.pages_hit) == (2 * 7, 2 * 6)  # the last page is not full
+
+
 @DEVICES
 def test_rows_become_resident_where_there_is_room_and_are_ranked_elsewhere(device: str) -> None:
     with model_of(device, frames_of(5, RANKED["topk-codes"]), layers=2) as model:
@@ -325,6 +340,39 @@ def test_rows_of_like_length_are_computed_together(monkeypatch: pytest.MonkeyPat
     assert rows_at_once([16, 320]) == [[1], [0]]
     assert rows_at_once([160, 1]) == [[0, 1]]
     assert rows_at_once([16, 10_000, 160, 17, 150, 1]) == [[1], [2, 4], [0, 3, 5]]
+
+
+class Late:
+    """A mark behind a copy that is done when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.has_passed = False
+
+    def wait(self) -> None:
+        self.has_passed = True
+
+    def passed(self) -> bool:
+        return self.has_passed
+
+
+def test_counts_under_way_when_all_are_discarded_are_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks: list[Late] = []
+
+    def mark() -> Late:
+        marks.append(Late())
+        return marks[-1]
+
+    monkeypatch.setattr(ranking, "current_queue", lambda _device: SimpleNamespace(mark=mark))
+    tally = Tally(torch.device("cpu"))
+    shown = ShownTally(tally)
+    tally.numbers += 3
+    assert set(shown.take().values()) == {0}  # asked for
+    tally.numbers.zero_()
+    shown.begin_anew()
+    tally.numbers += 2
+    assert set(shown.take().values()) == {0}
+    marks[-1].wait()
+    assert shown.take()["pages"] == 2
 
 
 def test_no_thread_is_used() -> None:

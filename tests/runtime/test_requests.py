@@ -63,6 +63,8 @@ def test_a_state_follows_a_request_step_by_step_and_no_further() -> None:
     assert advance(requests, ["b", "a"], [2, 101], [1, 1]) == [True, True]
     assert advance(requests, ["a", "b"], [101, 3], [0, 1]) == [True, True]  # nothing of a in the step
     assert advance(requests, ["a"], [102], [1]) == [True]
+    assert advance(requests, ["c"], [50], [0]) == [False]  # no token of it was ever in a step
+    assert advance(requests, ["c"], [51], [1]) == [False]
     requests.release(["a"])
     assert advance(requests, ["a", "b"], [103, 5], [1, 1]) == [False, False]  # a resumes, b has left a token out
     assert advance(requests, ["a", "b"], [104, 6], [1, 1]) == [True, True]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,8 @@ from tests.runtime.broken_pages import break_pages
 from tests.runtime.test_step import POLICIES, SMALL
 from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.config import HybridSparseConfig
-from vllm_hybrid_sparse.memory.transfers import FrameFill, Loader
+from vllm_hybrid_sparse.memory.page_keys import page_numbers
+from vllm_hybrid_sparse.memory.transfers import FrameFill, Load, Loader
 from vllm_hybrid_sparse.runtime import residency
 from vllm_hybrid_sparse.runtime.residency import Residency
 from vllm_hybrid_sparse.runtime.tiers import DeviceTier
@@ -92,6 +94,8 @@ def test_rows_are_resident_from_their_second_step_on(device: str) -> None:
         for _ in range(steps):
             assert decode(model, *requests) == [True] * 7
         stats, read = model.tier.take_stats(), model.tier.take_decode_stats()
+        assert stats.blocks_entered >= 1 + 1 + 1 + 1 + 2 + 3 + 5
+        assert model.tier.take_stats().blocks_entered == 0
         assert stats.resident_groups == steps * 7 * 2 * LAYERS
         assert stats.groups == stats.resident_groups + 7 * 2 * LAYERS
         assert stats.pages_hit + stats.pages_fetched == stats.pages_wanted
@@ -179,6 +183,25 @@ def test_frames_that_nobody_uses_serve_single_pages_again(device: str, monkeypat
         assert slots[0] == 0
         assert slots[-1] == 2 * FRAME_SLOTS
         assert [decode(model, short) for _ in range(2)] == [[False], [True]]
+
+
+@DEVICES
+def test_frames_whose_slots_are_in_use_are_taken_once_they_are_not(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that failed may have left pages pinned."""
+    with model_of(device, frames=4) as model:
+        (one,) = begin(model, 60)
+        pages = page_numbers(0, np.arange(2)[:, None], np.arange(model.tier.pool.shape.capacity_pages // 2))
+        source = model.tier.source(model.layers[0].kv_cache)
+        load = Load(source=source, pages=pages, unwanted=lambda: np.zeros(2, dtype=np.bool_))
+        loaded = model.tier.loader.load(load).result(timeout=10)
+        assert loaded.has_slots.all()
+        with monkeypatch.context() as pinned:
+            pinned.setattr(model, "settle", lambda: None)  # which would see that something is pinned
+            assert [decode(model, one) for _ in range(2)] == [[False]] * 2
+        model.tier.loader.release(loaded)
+        assert [decode(model, one) for _ in range(2)] == [[False], [True]]
 
 
 @DEVICES
@@ -283,7 +306,9 @@ def test_what_can_not_be_loaded_stays_on_the_host(device: str, monkeypatch: pyte
             assert decode(model, one, other) == [False, False]  # the two entered together
             assert model.tier.failures > failures
         decode(model, one, other)
+        failures = model.tier.failures
         assert decode(model, one, other) == [True, True]
+        assert model.tier.failures == failures  # each is counted once
 
 
 @DEVICES
@@ -458,3 +483,12 @@ def test_requests_that_come_and_go_as_they_like(device: str, seed: int, slowly: 
             elif running:
                 was_resident += sum(decode(model, *[request for request in running if draw(4)] or running[:1]))
         assert was_resident > (40 if device == "emulated" else 5)
+
+
+def test_frames_leave_the_slots_that_a_group_needs() -> None:
+    """Of 40 slots a share of 0.95 would be four frames, and 8 slots would be left for two microbatches of 8 pages."""
+    settings = {**SMALL, "policy": "dense", "device_pool_pages": 40, "device_resident_share": 0.95}
+    with TieredModel(settings, shape=TINY, layers=LAYERS) as model:
+        one, other = begin(model, 100, 200)
+        assert [decode(model, one, other) for _ in range(3)] == [[False, False]] * 3
+        assert model.tier.take_stats().failed_loads == 0

@@ -1,6 +1,7 @@
 """Decode rows on two tiers: the same attention as the references, whatever the pool holds and whoever computes."""
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.runtime.broken_pages import break_pages
 from tests.runtime.tiered_layer import TieredModel
 from vllm_hybrid_sparse.errors import ConfigError, KernelError, LoadError
 from vllm_hybrid_sparse.runtime import tiers
+from vllm_hybrid_sparse.runtime.host_side import HostSide
 
 SMALL = {"sink_tokens": 16, "window_tokens": 32}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -235,6 +237,18 @@ def test_looks_at_the_threshold_are_counted_whoever_attends(policy: str, looks: 
         assert bool(model.tier.take_stats().groups_on_host) == (host_share == "uniform")
 
 
+@pytest.mark.parametrize("policy", ["psa", "codes"])
+def test_who_has_no_candidates_is_not_judged_by_the_threshold(policy: str) -> None:
+    with TieredModel({**SMALL, **POLICIES[policy], "device_pool_pages": 64}) as model:
+        short, longer = model.start(), model.start()
+        model.step([(short, 40)], decode=False)
+        model.step([(longer, 150)], decode=False)
+        model.step([(short, 1), (longer, 1)])
+        stats, read = model.tier.take_stats(), model.tier.take_decode_stats()
+        assert (stats.groups, stats.looked_groups) == (2 * 2, 2)
+        assert (read.selections, read.judged) == (2 * 2, 2)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_cannot_be_loaded_is_attended_where_it_lies(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {**SMALL, **POLICIES[policy], "device_pool_pages": 256}
@@ -242,14 +256,16 @@ def test_what_cannot_be_loaded_is_attended_where_it_lies(policy: str, monkeypatc
         failed, sound = model.start(), model.start()
         model.step([(failed, 300)], decode=False)
         model.step([(sound, 300)], decode=False)
-        block = failed[0].blocks[0]
-        break_pages(model, {(0, 2 * block), (0, 2 * failed[0].blocks[4])}, monkeypatch)
+        first, fifth, eighth = (2 * failed[0].blocks[index] for index in (0, 4, 7))
+        break_pages(model, {(0, first), (0, fifth), (0, eighth + 1)}, monkeypatch)  # the last is the last candidate
         for _ in range(2):
             (step,) = model.step([(failed, 1), (sound, 1)])
             if policy in EXACT or policy.startswith("topk"):
                 check_step(model.layers[0], step)
             assert torch.isfinite(step.output).all()
         assert model.tier.take_stats().failed_loads >= 2
+        read = model.tier.take_decode_stats()
+        assert read.pages_read == read.pages_total or policy not in EXACT
 
 
 def test_a_failed_load_names_the_request_s_group_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +279,34 @@ def test_a_failed_load_names_the_request_s_group_and_no_other(monkeypatch: pytes
         model.step([(sound, 1), (failed, 1)])
         assert [type(error) for error in reported] == [LoadError]
         assert f"kv_head=1 page={2 * failed[0].blocks[0]}" in str(reported[0])
+
+
+def test_of_a_step_that_fails_on_the_host_nothing_still_runs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**SMALL, "policy": "dense", "device_pool_pages": 64, "host_share": "uniform"}
+    with TieredModel(settings) as model:
+        request = model.start()
+        model.step([(request, 200)], decode=False)
+        run, begun, ended = model.tier.side.run, list[int](), list[int]()
+        reads = threading.Event()
+
+        def slowly(*given: Any) -> Any:
+            begun.append(1)
+            if len(begun) == 2:  # behind the retained set
+                reads.set()
+                time.sleep(0.3)
+            result = run(*given)
+            ended.append(1)
+            return result
+
+        def fails(*_: Any) -> Any:
+            assert reads.wait(10)
+            raise RuntimeError("the host's part")
+
+        monkeypatch.setattr(model.tier.side, "run", slowly)
+        monkeypatch.setattr(HostSide, "read", fails)
+        with pytest.raises(RuntimeError, match="the host's part"):
+            model.step([(request, 1)])
+        assert len(begun) == len(ended) == 2
 
 
 def test_a_foreign_cache_is_refused() -> None:

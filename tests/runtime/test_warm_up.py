@@ -49,7 +49,7 @@ def test_what_follows_is_as_without_it(policy: str, monkeypatch: pytest.MonkeyPa
         assert [rows.most_candidates > 0 for rows in attended] == [policy != "dense"]
         assert all(torch.equal(layer.kv_cache, was) for layer, was in zip(model.layers, before, strict=True))
         stats = model.tier.take_stats()
-        assert stats.pages_wanted == stats.ranked_groups == stats.looked_groups == 0
+        assert stats.pages_wanted == stats.ranked_groups == stats.looked_groups == stats.kept_mass == 0
         model.settle()
         requests = [model.start() for _ in range(2)]
         for request, length in zip(requests, (60, 150), strict=True):

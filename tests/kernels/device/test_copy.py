@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.arguments import CPU, check_tensor
 from vllm_hybrid_sparse.kernels.copy.gpu import TokenFrames, load_pages, store_pages, store_tokens
 from vllm_hybrid_sparse.kernels.copy.reference import pack_token, unpack_page
 from vllm_hybrid_sparse.memory.layout import BlockLayout
@@ -191,3 +192,11 @@ def test_pageable_host_memory_is_refused() -> None:
     offsets = torch.zeros(1, dtype=torch.int64, device="cuda")
     with pytest.raises(KernelError, match="must be pinned"):
         load_pages(torch.zeros(512), offsets, offsets.int(), pools[0], pools[1])
+
+
+def test_along_a_dimension_of_one_any_stride_is_dense() -> None:
+    """No kernel takes a step along it."""
+    memory = torch.zeros(400)
+    check_tensor("key", memory.as_strided((3, 1, 16), (64, 7, 1)), torch.float32, (3, 1, 16), CPU, strided_dims=1)
+    with pytest.raises(KernelError, match="its last dimensions contiguous"):
+        check_tensor("key", memory.as_strided((3, 2, 16), (64, 7, 1)), torch.float32, (3, 2, 16), CPU, strided_dims=1)
