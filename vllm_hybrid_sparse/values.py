@@ -10,7 +10,9 @@ PAGE_TOKENS = 16
 """Tokens of a page. The native page layout has one vector lane per token, so this is a constant, not a setting."""
 
 MAX_HEAD_DIM = 512
-"""Largest head dimension that the kernels take; they take every multiple of 16 up to it."""
+"""Largest head dimension that the CPU kernels take; they take every multiple of 16 up to it (`head_dim_fits`)."""
+
+_HEAD_DIM_STEP = 16
 
 SUMMARY_VECTORS = {"minmax": 2, "cuboid_mean": 1, "key_codes": 0, "split_codes": 0, "none": 0}
 """Vectors of `head_dim` values that each kind of summary keeps of a page: minmax (max, min), cuboid_mean (centre).
@@ -36,6 +38,16 @@ _CACHE_LINE_BYTES = 64
 _RATIO_SLACK_PAGES = 1e-9
 """`ratio * candidates` may exceed a whole number by this much without costing a page: 0.07 * 100 is
 7.000000000000001."""
+
+
+def head_dim_fits(head_dim: int, most: int = MAX_HEAD_DIM) -> bool:
+    """Whether it is a multiple of 16, at least 16 and at most `most`."""
+    return head_dim % _HEAD_DIM_STEP == 0 and _HEAD_DIM_STEP <= head_dim <= most
+
+
+def head_dim_rule(most: int = MAX_HEAD_DIM) -> str:
+    """What a head dimension must be, to be said where it does not fit."""
+    return f"must be a multiple of {_HEAD_DIM_STEP}, {_HEAD_DIM_STEP} to {most}"
 
 
 def summary_bytes(summary: str, head_dim: int, element_bytes: int, code_bits: int) -> int:

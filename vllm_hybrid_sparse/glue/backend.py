@@ -12,7 +12,7 @@ from vllm_hybrid_sparse.glue.registration import BACKEND_NAME
 from vllm_hybrid_sparse.glue.settings import settings_of
 from vllm_hybrid_sparse.glue.support import KV_CACHE_DTYPES
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES
-from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS, summary_bytes
+from vllm_hybrid_sparse.values import PAGE_TOKENS, head_dim_fits, summary_bytes
 
 _LEAST_COMPUTE_CAPABILITY = 8
 
@@ -51,7 +51,7 @@ class HybridSparseBackend(AttentionBackend):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Whole vectors of 16 elements, up to MAX_HEAD_DIM."""
-        return head_size % 16 == 0 and 16 <= head_size <= MAX_HEAD_DIM
+        return head_dim_fits(head_size)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

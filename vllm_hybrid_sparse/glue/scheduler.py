@@ -84,7 +84,7 @@ class HybridSparseScheduler(Scheduler):
         running = [self._length(request) for request in self.running]
         if self._admission.admits(running, self._length(queue.peek_request())):
             return self._configured_active_reqs
-        return min(self._configured_active_reqs, len(running))
+        return len(running)
 
     @max_num_active_reqs.setter
     def max_num_active_reqs(self, configured: int) -> None:

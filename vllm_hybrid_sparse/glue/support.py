@@ -14,13 +14,12 @@ from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, suppo
 from vllm_hybrid_sparse.predictor.choice import choose_predictor
 from vllm_hybrid_sparse.predictor.model import ModelShape
 from vllm_hybrid_sparse.runtime.tiers import check_pool_pages
-from vllm_hybrid_sparse.values import MAX_HEAD_DIM, PAGE_TOKENS
+from vllm_hybrid_sparse.values import PAGE_TOKENS, head_dim_fits, head_dim_rule
 
 FP8 = torch.float8_e4m3fn
 KV_CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": FP8, "fp8_e4m3": FP8}
 """The KV cache's dtypes besides the model's own (`auto`), by vLLM's names."""
 
-_HEAD_DIM_RULE = f"must be a multiple of 16, 16 to {MAX_HEAD_DIM}"
 _DRAFTS_WITHOUT_A_MODEL = "ngram"
 _FILLING_CONNECTOR = "DecodeBenchConnector"  # vLLM's, for benchmarks: it writes the cache's tensors in place
 
@@ -152,8 +151,8 @@ def _refuse_model(model: Any) -> None:
     if getattr(text, "alibi", False) or getattr(text, "model_type", "") == "bloom":
         _refuse("alibi", True, "ALiBi position biases are not supported")
     head_dim = model.get_head_size()
-    if not _head_dim_fits(head_dim):
-        _refuse("head_size", head_dim, _HEAD_DIM_RULE)
+    if not head_dim_fits(head_dim):
+        _refuse("head_size", head_dim, head_dim_rule())
 
 
 def _refuse_with_model(settings: HybridSparseConfig, vllm_config: Any) -> None:
@@ -237,10 +236,6 @@ def model_shape(vllm_config: Any) -> ModelShape:
     )
 
 
-def _head_dim_fits(head_dim: int) -> bool:
-    return 16 <= head_dim <= MAX_HEAD_DIM and head_dim % 16 == 0
-
-
 def refuse_layer(selector: Any) -> None:
     """Check what one layer asks of the backend (vLLM's AttentionSelectorConfig). Raises ConfigError."""
     for name, why in (
@@ -259,8 +254,8 @@ def refuse_layer(selector: Any) -> None:
             _refuse(name, True, why)
     if selector.attn_type != "decoder":
         _refuse("attn_type", str(selector.attn_type), "only decoder attention is supported")
-    if not _head_dim_fits(selector.head_size):
-        _refuse("head_size", selector.head_size, _HEAD_DIM_RULE)
+    if not head_dim_fits(selector.head_size):
+        _refuse("head_size", selector.head_size, head_dim_rule())
     if selector.dtype not in DTYPE_NAMES:
         _refuse("dtype", selector.dtype, "must be bfloat16, float16 or float32")
     kv_dtype(selector.kv_cache_dtype, selector.dtype)

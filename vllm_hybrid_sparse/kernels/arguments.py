@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
-from vllm_hybrid_sparse.values import PAGE_TOKENS
+from vllm_hybrid_sparse.values import PAGE_TOKENS, head_dim_fits, head_dim_rule
 
 CPU = torch.device("cpu")
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_DEVICE_HEAD_DIM = 256
 """Largest head dimension of the device kernels; a tile of keys and one of values must fit a multiprocessor."""
 
-_HEAD_DIM_STEP = 16
 
 _MIN_DOT_ROWS = 16
 """Rows that a matrix instruction has at least; a smaller group is padded to it, which costs no bytes."""
@@ -91,10 +90,8 @@ def check_host(host: Tensor, dtypes: torch.dtype | Sequence[torch.dtype], device
 
 def check_head_dim(head_dim: int) -> int:
     """Return a head dimension that the device kernels take."""
-    if head_dim % _HEAD_DIM_STEP or not _HEAD_DIM_STEP <= head_dim <= MAX_DEVICE_HEAD_DIM:
-        raise KernelError(
-            f"head_dim={head_dim}: must be a multiple of {_HEAD_DIM_STEP}, {_HEAD_DIM_STEP} to {MAX_DEVICE_HEAD_DIM}"
-        )
+    if not head_dim_fits(head_dim, MAX_DEVICE_HEAD_DIM):
+        raise KernelError(f"head_dim={head_dim}: {head_dim_rule(MAX_DEVICE_HEAD_DIM)}")
     return head_dim
 
 

@@ -34,11 +34,12 @@ from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, pack_cod
 from vllm_hybrid_sparse.kernels.summarize.reference import summarize_pages
 from vllm_hybrid_sparse.values import (
     CODE_BITS,
-    MAX_HEAD_DIM,
     PAGE_TOKENS,
     SPLIT_HEAD_DIM,
     SUMMARY_VECTORS,
     fine_bytes,
+    head_dim_fits,
+    head_dim_rule,
     summary_bytes,
 )
 
@@ -46,8 +47,6 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float
 """Dtypes of rows, and of all pages but e4m3, by name."""
 STORED_DTYPES = {**TORCH_DTYPES, "e4m3": torch.float8_e4m3fn}
 """Dtypes of pages, by name."""
-
-_HEAD_DIM_STEP = 16
 
 
 def _bytes(part: Tensor) -> Tensor:
@@ -74,10 +73,8 @@ class BlockLayout:
             raise ConfigError(f"code_bits={self.code_bits}: must be 1 or 2")
         if self.summary == "split_codes" and self.code_bits != CODE_BITS[-1]:
             raise ConfigError(f"code_bits={self.code_bits}: split codes have {CODE_BITS[-1]}")
-        if self.head_dim % _HEAD_DIM_STEP or not _HEAD_DIM_STEP <= self.head_dim <= MAX_HEAD_DIM:
-            raise ConfigError(
-                f"head_dim={self.head_dim}: must be a multiple of {_HEAD_DIM_STEP}, {_HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
-            )
+        if not head_dim_fits(self.head_dim):
+            raise ConfigError(f"head_dim={self.head_dim}: {head_dim_rule()}")
         if self.summary == "split_codes" and self.head_dim % SPLIT_HEAD_DIM:
             raise ConfigError(f"head_dim={self.head_dim}: split codes need a multiple of {SPLIT_HEAD_DIM}")
         if self.block_tokens % PAGE_TOKENS or self.block_tokens < PAGE_TOKENS:

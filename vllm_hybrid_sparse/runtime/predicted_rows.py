@@ -97,12 +97,9 @@ class PredictedRows:
 
     def _reading(self, step: DecodeRows, group: GroupKey, chosen: PredictedPages) -> Reading:
         """Everything that was chosen for a group: a budget is read whole."""
-        first, end = self._candidates(step.batch.seq_lens[group.row])
         return Reading(
             group=group,
             pages=chosen.pages[group],
             seq_len=step.batch.seq_lens[group.row],
             microbatch_pages=self._microbatch_pages,
-            candidates=end - first,
-            scored=chosen.scored[group],
         )

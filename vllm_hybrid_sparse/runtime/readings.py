@@ -28,7 +28,7 @@ class Reading:
     microbatch_pages: int
     threshold: float | None = None  # stop once more than this share of the weight is read; None: read all
     expected: int = 0  # pages that are estimated to be enough, in whole microbatches; 0: unknown
-    candidates: int = 0  # of the group, read or not
+    candidates: int = 0  # page policies: of the group, read or not
     scored: int = 0  # of them, those whose summaries were scored
     # Log weight that key codes estimate for the unread pages after each microbatch, [microbatches, group].
     log_unread: NDArray[np.float32] | None = None

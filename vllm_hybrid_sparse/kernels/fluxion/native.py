@@ -29,7 +29,6 @@ class PredictedPages(NamedTuple):
     """The pages that the groups of decode rows read in addition to their retained sets."""
 
     pages: dict[GroupKey, NDArray[np.int64]]  # of every group, ascending; page 0 is the request's first
-    scored: dict[GroupKey, int]  # candidates whose summaries were scored; 0 if nothing had to be chosen
     log_unread: Tensor  # [rows, q_heads] f32, natural log: weight of the rest, estimated from codes; -inf: none known
 
 
@@ -127,15 +126,12 @@ def choose_pages(
         local[0].data_ptr(),
         local[1].data_ptr(),
     )
-    result = PredictedPages({}, {}, torch.full(shape[:2], -torch.inf))
+    result = PredictedPages({}, torch.full(shape[:2], -torch.inf))
     size = attention.num_q_heads // attention.num_kv_heads
-    for row, seq_len in enumerate(batch.seq_lens.tolist()):
-        candidates = selection.candidates(seq_len)
+    for row in range(len(batch.seq_lens)):
         for head in range(attention.num_kv_heads):
             group = GroupKey(row, head)
             pages = result.pages[group] = np.array(engine.last_plan(row, head), dtype=np.int64)
-            budgets = engine.last_budgets(row, head)
-            result.scored[group] = candidates if budgets and budgets[0] else 0
             if len(pages) and (unread := engine.last_unread(row, head)):
                 result.log_unread[row, head * size : (head + 1) * size] = torch.tensor(unread)
     return result

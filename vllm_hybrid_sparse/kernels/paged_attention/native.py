@@ -16,12 +16,13 @@ from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 from vllm_hybrid_sparse.predictor.features import FEATURES
 from vllm_hybrid_sparse.values import (
     CODE_BITS,
-    MAX_HEAD_DIM,
     SPLIT_HEAD_DIM,
     SUMMARY_VECTORS,
     RetainedSet,
     SalienceSpec,
     SelectionSpec,
+    head_dim_fits,
+    head_dim_rule,
 )
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -102,8 +103,8 @@ class NativeAttention:
             raise KernelError(f"dtype={dtype}: must be bfloat16, float16, float32 or float8_e4m3fn")
         if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
             raise KernelError(f"num_q_heads={num_q_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
-        if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
-            raise KernelError(f"head_dim={head_dim}: must be a multiple of 16, 16 to {MAX_HEAD_DIM}")
+        if not head_dim_fits(head_dim):
+            raise KernelError(f"head_dim={head_dim}: {head_dim_rule()}")
         if block_tokens < 16 or block_tokens % 16:
             raise KernelError(f"block_tokens={block_tokens}: must be a multiple of 16")
         if not 0.0 < scale < math.inf:
