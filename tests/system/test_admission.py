@@ -123,8 +123,11 @@ def test_failed_loads_and_a_full_store_change_no_answer(model: Path, expected: l
     with Server(model, args, env, tmp_path / "server.log") as server:
         server.wait_ready(START_TIMEOUT_S)
         assert metric(server, f"{PREFIX}device_failed_loads_total") == 0
-        answers = complete(server, prompts(), ANSWER_TOKENS, concurrency=len(LENGTHS))
-        assert not differences(expected, answers)
+        for _ in range(5):  # which requests run side by side, and so outgrow the store, depends on how they come in
+            answers = complete(server, prompts(), ANSWER_TOKENS, concurrency=len(LENGTHS))
+            assert not differences(expected, answers)
+            if metric(server, "vllm:num_preemptions_total"):
+                break
         assert metric(server, f"{PREFIX}device_failed_loads_total") > 1
         assert metric(server, "vllm:num_preemptions_total") > 0
         log = server.log_path.read_text(encoding="utf-8", errors="replace")
