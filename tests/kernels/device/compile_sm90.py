@@ -14,10 +14,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -74,15 +75,37 @@ class NoDevice:
         return self._target
 
 
+ROWS, KV_HEADS, PAGES = 2, 2, 8
+
+
+class Paged(NamedTuple):
+    """What attention to pages takes and gives."""
+
+    pools: Tensor
+    query: Tensor
+    table: Tensor
+    out: Tensor
+    lse: Tensor
+    page_lse: Tensor
+
+    @classmethod
+    def empty(cls, dtype: torch.dtype, head_dim: int, group: int) -> Self:
+        """For `ROWS` rows of `PAGES` pages each."""
+        q_heads = KV_HEADS * group
+        return cls(
+            torch.zeros(2, 64, 16, head_dim, dtype=dtype),
+            torch.zeros(ROWS, q_heads, head_dim, dtype=dtype),
+            torch.zeros(ROWS, KV_HEADS, PAGES, dtype=torch.int32),
+            torch.zeros(ROWS, q_heads, head_dim),
+            torch.zeros(ROWS, q_heads),
+            torch.zeros(ROWS, q_heads, PAGES),
+        )
+
+
 def launch_attention(dtype: torch.dtype, head_dim: int, group: int) -> None:
     """Call the wrappers of attention to slots and to frames once in each of their forms."""
-    rows, kv_heads, pages = 2, 2, 8
-    q_heads = kv_heads * group
-    pools = torch.zeros(2, 64, 16, head_dim, dtype=dtype)
-    query = torch.zeros(rows, q_heads, head_dim, dtype=dtype)
-    table = torch.zeros(rows, kv_heads, pages, dtype=torch.int32)
-    out, lse = torch.zeros(rows, q_heads, head_dim), torch.zeros(rows, q_heads)
-    page_lse = torch.zeros(rows, q_heads, pages)
+    rows, kv_heads, pages, q_heads = ROWS, KV_HEADS, PAGES, KV_HEADS * group
+    pools, query, table, out, lse, page_lse = Paged.empty(dtype, head_dim, group)
     done = torch.zeros(rows, kv_heads, dtype=torch.uint8)
     attend_slots(query, pools[0], pools[1], table, table, done, out, lse, page_lse, scale=0.1)
     scores = torch.zeros(rows, q_heads, pages * 16)
@@ -98,13 +121,8 @@ def launch_attention(dtype: torch.dtype, head_dim: int, group: int) -> None:
 def launch_everything(dtype: torch.dtype, head_dim: int, group: int) -> None:
     """Call every wrapper once in each of its forms, but those of a reading."""
     launch_attention(dtype, head_dim, group)
-    rows, kv_heads, pages = 2, 2, 8
-    q_heads = kv_heads * group
-    pools = torch.zeros(2, 64, 16, head_dim, dtype=dtype)
-    query = torch.zeros(rows, q_heads, head_dim, dtype=dtype)
-    table = torch.zeros(rows, kv_heads, pages, dtype=torch.int32)
-    out, lse = torch.zeros(rows, q_heads, head_dim), torch.zeros(rows, q_heads)
-    page_lse = torch.zeros(rows, q_heads, pages)
+    rows, kv_heads, pages, q_heads = ROWS, KV_HEADS, PAGES, KV_HEADS * group
+    pools, query, table, out, lse, page_lse = Paged.empty(dtype, head_dim, group)
     seq_lens, blocks = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 8, dtype=torch.int32)
 
     host = torch.zeros(4096 * 4, dtype=dtype)
