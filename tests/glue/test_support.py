@@ -332,7 +332,7 @@ def test_prompts_that_some_layers_skip_are_refused(on_cuda: bool, monkeypatch: p
                     dtype=torch.float32, get_head_size=lambda: 256, get_num_attention_heads=lambda _parallel: 66
                 )
             },
-            "dtype=torch.float32: is not supported on cuda with 33 query heads to a KV head of 256",
+            "dtype=torch.float32: with 33 query heads to a KV head of 256 is not supported",
         ),
         ({"model_config": model_of(enable_sleep_mode=True)}, "enable_sleep_mode=True: .* is not supported"),
     ],
@@ -345,7 +345,7 @@ def test_what_a_gpu_does_not_serve_is_refused(
     platform_of(monkeypatch, on_cuda=True)
     filled = SimpleNamespace(**FILLING_CONNECTOR)  # as `benchmarks.gpu_timing` uses it
     on_cuda.check_and_update_config(config_of(member(), model_config=model_of(), kv_transfer_config=filled))
-    with pytest.raises(ConfigError, match=f"^(?=.* on cuda){said}"):
+    with pytest.raises(ConfigError, match=f"^{said}.* on cuda"):
         on_cuda.check_and_update_config(config_of(member(), **changes))
 
 

@@ -1,12 +1,12 @@
 """The options of `hybrid-sparse bench`, checked."""
 
 import argparse
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from vllm_hybrid_sparse.cli.json_object import json_object
 from vllm_hybrid_sparse.cli.output_file import writable
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.load.capacity import Search, psa_slos
@@ -111,7 +111,7 @@ class BenchOptions:
                     api=Api(given.api),
                     timeout_s=given.timeout,
                     retries=given.retries,
-                    extra_body=_json_object("extra-body", given.extra_body),
+                    extra_body=json_object("extra-body", given.extra_body),
                 )
                 for address in addresses
             ),
@@ -187,16 +187,6 @@ def _check_outputs(given: argparse.Namespace) -> None:
         if use := taken.get(path.resolve()):
             raise ConfigError(f"{option}={path}: must be another file than the one that is {use} there")
         taken[path.resolve()] = "written"
-
-
-def _json_object(option: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting of thousands of levels
-        raise ConfigError(f"{option}={text:.80}: must be JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{option}={text}: must be a JSON object")
-    return value
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

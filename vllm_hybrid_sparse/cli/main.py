@@ -1,13 +1,13 @@
 """The command `hybrid-sparse`."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_hybrid_sparse import __version__
 from vllm_hybrid_sparse.cli.bench_options import BenchOptions, add_options
+from vllm_hybrid_sparse.cli.json_object import json_object
 from vllm_hybrid_sparse.cli.smollm2 import model_dir
 from vllm_hybrid_sparse.config import FLUXION_SUMMARIES
 from vllm_hybrid_sparse.errors import ConfigError, HybridSparseError
@@ -41,12 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.text_tokens <= _MAX_TEXT_TOKENS:
         raise ConfigError(f"text-tokens={arguments.text_tokens}: must be 1 to {_MAX_TEXT_TOKENS}")
-    try:
-        settings = json.loads(arguments.settings)
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting of thousands of levels
-        raise ConfigError(f"settings={arguments.settings:.80}: must be JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"settings={arguments.settings}: must be a JSON object")
+    settings = json_object("settings", arguments.settings)
     from vllm_hybrid_sparse.cli.demo import run_demo, serves_on_cuda  # noqa: PLC0415 - the others need no openai client
 
     settings_on(settings, on_cuda=serves_on_cuda())  # as the server will, but before stock vLLM is measured

@@ -93,8 +93,8 @@ def _refuse_on_cuda(vllm_config: Any) -> None:
     group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
     if not device_fits(group, model.get_head_size(), model.dtype):
         rule = (
-            f"is not supported on cuda with {group} query heads to a KV head of {model.get_head_size()}: they need "
-            "more shared memory than many GPUs have; --dtype bfloat16"
+            f"with {group} query heads to a KV head of {model.get_head_size()} is not supported on cuda: it needs more "
+            "shared memory than many GPUs have; --dtype bfloat16"
         )
         _refuse("dtype", model.dtype, rule)
     if model.enable_sleep_mode:

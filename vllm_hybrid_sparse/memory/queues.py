@@ -6,6 +6,7 @@ how the CUDA device runs in tests, with interpreted kernels.
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol, Self
@@ -153,6 +154,11 @@ def choose_device(device: torch.device) -> Callable[[], None] | None:
         return None
     index = torch.cuda.current_device() if device.index is None else device.index  # of the calling thread
     return partial(torch.cuda.set_device, index)
+
+
+def device_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
+    """One thread that works for a device, and has chosen it before its first task."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=choose_device(device))
 
 
 def host_empty(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

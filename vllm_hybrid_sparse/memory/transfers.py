@@ -6,7 +6,7 @@ GPU the future is done when the copies are launched, and `Loaded.ready` is the e
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from vllm_hybrid_sparse.memory.block_frames import FrameShape
 from vllm_hybrid_sparse.memory.device_pool import DevicePool
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.page_keys import PageKey, block_page_numbers
-from vllm_hybrid_sparse.memory.queues import Mark, choose_device
+from vllm_hybrid_sparse.memory.queues import Mark, device_thread
 from vllm_hybrid_sparse.memory.slot_table import NO_SLOT
 
 COPY_PAGES = 1024
@@ -75,9 +75,7 @@ class Loader:
 
     def __init__(self, pool: DevicePool) -> None:
         self.pool = pool
-        self._stream = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix=THREAD_NAME, initializer=choose_device(pool.key.device)
-        )
+        self._stream = device_thread(THREAD_NAME, pool.key.device)
 
     def load(self, load: Load) -> Future[Loaded]:
         """Pin the pages of a round, each part as a whole, and copy those that the pool lacks.

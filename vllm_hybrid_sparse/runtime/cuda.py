@@ -24,8 +24,8 @@ from vllm_hybrid_sparse.memory.cuda_pool import CudaPool
 from vllm_hybrid_sparse.memory.queues import (
     DeviceQueue,
     Mark,
-    choose_device,
     current_queue,
+    device_thread,
     host_empty,
     open_queue,
     upload,
@@ -48,8 +48,7 @@ class CudaDevice:
         self._pool = pool
         self._queue = open_queue(pool.queue.device)
         self._launches, self._landings = (
-            ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=choose_device(pool.queue.device))
-            for name in (LAUNCH_THREAD, LAND_THREAD)
+            device_thread(name, pool.queue.device) for name in (LAUNCH_THREAD, LAND_THREAD)
         )
 
     def begin(self, query: Tensor, kv_heads: int, score_tokens: int = 0) -> RowStates:

@@ -34,9 +34,8 @@ class _Engine:
     """What is known about the engine that this process is making."""
 
     local_workers = 1  # on this machine
-    gpus_on_cores: int | None = (
-        None  # GPUs whose workers are bound to the same cores as this one; None: it is not bound
-    )
+    # GPUs whose workers are bound to the same cores as this one; None: it is not bound.
+    gpus_on_cores: int | None = None
 
 
 class HostRuntime:

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Self
 
@@ -22,7 +21,7 @@ from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.memory.page_keys import block_page_numbers
 from vllm_hybrid_sparse.memory.pinned import available_bytes
-from vllm_hybrid_sparse.memory.queues import choose_device, open_queue
+from vllm_hybrid_sparse.memory.queues import device_thread, open_queue
 from vllm_hybrid_sparse.memory.transfers import Loader
 from vllm_hybrid_sparse.metrics import DecodeStats, TierStats
 from vllm_hybrid_sparse.runtime import plain_ranking
@@ -97,9 +96,7 @@ class DeviceTier:
         self.pool, self.device = open_device(shape, device)
         self.loader = Loader(self.pool)
         self.side = DeviceSide(self.loader, self.device)
-        self.launcher = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix=THREAD_NAME, initializer=choose_device(self.pool.key.device)
-        )
+        self.launcher = device_thread(THREAD_NAME, self.pool.key.device)
         self.kv_heads = attention.num_kv_heads
         self._page_bytes = attention.layout.page_bytes
         self._sources: dict[int, HostPages] = {}
