@@ -56,6 +56,7 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
       item.retained.clear();
       item.unread.clear();
       item.unread_after.clear();
+      item.error_bounds.assign(progressive && selection.allows_for_errors() && group > 1 ? group : 0, 0.0f);
       item.expected = 0;
       item.fine_parts = 0;
       if (ranked) set_ranked(item);
@@ -134,6 +135,8 @@ void Engine::score_span(const LayerCall& call, const Batch& batch, const Span& s
   const int group = geometry_.group();
   const Item& item = items_[span.item];
   const int candidates = item.candidate_end - item.candidate_begin;
+  if (!item.error_bounds.empty() && span.page_begin == item.candidate_begin)
+    for (int head = 0; head < geometry_.kv_heads; ++head) bound_errors(call, batch, items_[span.item + head]);
   score_summaries(query_pointers_.data() + int64_t{span.item} * group, geometry_.kv_heads, group,
                   page_table(call, batch, item.request, 0), span.page_begin, span.count,
                   scores_.data() + item.score_offset + (span.page_begin - item.candidate_begin),
@@ -178,7 +181,7 @@ const float* Engine::group_item_scores(Item& item, const float* retained_lse) {
   float* grouped = scores + int64_t{group} * candidates;
   if (retained_lse) item.estimated_lse.resize(group);
   kernels_.group_scores(scores, candidates, group, candidates, retained_lse, retained_lse ? item.estimated_lse.data() : nullptr,
-                        grouped);
+                        item.error_bounds.empty() ? nullptr : item.error_bounds.data(), grouped);
   return grouped;
 }
 

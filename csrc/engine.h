@@ -80,6 +80,8 @@ struct Selection {
   CandidatePages candidates(int seq_len) const;
   // Whether it reads in microbatches. A threshold of 1 never stops: everything is read, so nothing needs scoring.
   bool progressive() const { return ranked && threshold < 1.0; }
+  // Whether the order of the pages allows for errors of the estimates.
+  bool allows_for_errors() const { return progressive() && estimated_remainder; }
 };
 
 struct LayerCall {
@@ -244,6 +246,7 @@ class Engine {
     int microbatches;               // progressive: verified so far
     float kept;
     std::vector<float> lse_min;     // [group]
+    std::vector<float> error_bounds;   // [group] of estimated scores; empty: the order does not allow for errors
     std::vector<float> estimated_lse;  // [group] of candidates unread when last weighed: first all; with an anchor, those left out
     std::vector<double> unread;        // [group] share of that estimate that `order` leaves out; empty: unknown
     std::vector<float> unread_after;   // [microbatches][group] log weight still left out after each microbatch
@@ -329,6 +332,8 @@ class Engine {
                        float* scores, int64_t head_stride, int64_t row_stride) const;
   void run_score(const void* const* queries, int heads, int rows, const PageTable& table, int code_bits, int page_begin,
                  int count, float* scores, int64_t head_stride, int64_t row_stride) const;
+  // Sets how far each head's shares may exceed their estimates.
+  void bound_errors(const LayerCall& call, const Batch& batch, Item& item) const;
   const float* group_item_scores(Item& item, const float* retained_lse);
   void rank_item(Item& item, int index, const Selection& selection);
   void order_item(Item& item, const Selection& selection, const float* retained_lse);

@@ -103,8 +103,9 @@ struct Kernels {
   // of a row's weight, for the row in which this share is largest.
   // `retained`: [rows] log-sum-exp of what is read anyway; shares are then of both together. Null: shares are of the
   // candidates alone, and a single row keeps its scores. `lse`: [rows] receives the candidates' log-sum-exp; null if `retained` is.
+  // `bounds`: [rows] how far a row's shares may exceed these, as logarithms: they are raised by it. Null: they are not.
   void (*group_scores)(const float* scores, int64_t stride, int rows, int count, const float* retained, float* lse,
-                       float* out);
+                       const float* bounds, float* out);
   // out[i] = the bucket of scores[i]: 0 for the highest to buckets - 1 for the lowest, evenly over their range. Scores that are not
   // finite fall into some bucket.
   ScoreBuckets (*bucket_scores)(const float* scores, int count, int buckets, uint16_t* out);

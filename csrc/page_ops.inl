@@ -44,7 +44,7 @@ static void prepare_summary_query(const void* query, const Layout& layout, float
 }
 
 static void group_scores(const float* scores, int64_t stride, int rows, int count, const float* retained,
-                         float* lse_out, float* out) {
+                         float* lse_out, const float* bounds, float* out) {
   const float minus_infinity = -__builtin_inff();
   const int whole = count / 16 * 16;
   alignas(64) float last[16];
@@ -66,6 +66,7 @@ static void group_scores(const float* scores, int64_t stride, int rows, int coun
       const float high = lse > retained[r] ? lse : retained[r];
       lse = high + natural_log(natural_exp(lse - high) + natural_exp(retained[r] - high));
     }
+    if (bounds) lse -= bounds[r];
     const vf shift = set1(-lse);
     for (int i = 0; i < whole; i += 16) {
       const vf share = add(load(row + i), shift);

@@ -150,6 +150,11 @@ class SelectionSpec:
         """The number of pages of one group that a device must hold at one time: those of the microbatches in flight."""
         return MICROBATCHES_IN_FLIGHT * self.microbatch_pages
 
+    @property
+    def allows_for_errors(self) -> bool:
+        """Whether the order of the pages allows for errors of the estimates (`policy/selectors.py`)."""
+        return self.estimated_remainder and self.threshold < 1
+
     def budget_pages(self, num_candidates: int) -> int:
         """The most pages that one group may read of `num_candidates`: min(ceil(ratio * n), max_pages, n); 0 of 0.
 

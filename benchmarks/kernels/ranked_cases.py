@@ -49,7 +49,8 @@ def code_cases(machine: Machine, rows: int, pages: int) -> Iterator[Case]:
     numbers = {"first_page": 0, "most": pages, "pages_per_block": 1, "code_bits": _CODE_BITS}
 
     def score() -> torch.Tensor:
-        return score_codes(rotate_queries(query), codes, blocks, candidates, scale=machine.head_dim**-0.5, **numbers)
+        scale = machine.head_dim**-0.5
+        return score_codes(rotate_queries(query), codes, blocks, candidates, scale=scale, **numbers).weights
 
     def error() -> float:
         """The share of wrong bytes, of which rounding makes few, or the error of scores, large if one page is wrong."""
@@ -66,7 +67,7 @@ def code_cases(machine: Machine, rows: int, pages: int) -> Iterator[Case]:
             torch.full((2,), _CHECKED_PAGES, dtype=torch.int32),
             scale=machine.head_dim**-0.5,
             **numbers | {"most": _CHECKED_PAGES},
-        )
+        ).weights
         scores = score()
         scores = torch.stack((scores[0, :, :_CHECKED_PAGES], scores[-1, :, -_CHECKED_PAGES:]))
         return float(torch.tensor((wrong_bytes, relative_error(scores.cpu(), expected))).max())  # NaN if either is

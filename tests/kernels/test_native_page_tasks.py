@@ -9,6 +9,7 @@ import torch
 from tests.kernels.served_layer import ServedLayer, Shape
 from tests.tolerances import SCORE_TIE, THRESHOLD_TIE
 from vllm_hybrid_sparse.errors import KernelError
+from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, score_deviation
 from vllm_hybrid_sparse.kernels.paged_attention.host_tasks import attend_pages, score_pages
 from vllm_hybrid_sparse.kernels.paged_attention.native import native_selection
 from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch, stored_batch
@@ -66,6 +67,13 @@ class Rows:
         scored = score_pages(attention, self.query[group.row], self.layer.kv_cache, table, first, end)
         return scored.unflatten(0, (attention.num_kv_heads, -1))[group.kv_head].double().numpy()
 
+    def deviations(self, group: GroupKey) -> np.ndarray:
+        """Of the estimated scores of a group's heads."""
+        first, end = RETAINED.candidate_range(LENGTHS[group.row])
+        keys, shape = self.requests[group.row].key[16 * first : 16 * end, group.kv_head], self.layer.shape
+        heads = self.query[group.row].unflatten(0, (shape.num_kv_heads, -1))[group.kv_head]
+        return score_deviation(heads, encode_keys(keys, shape.code_bits), shape.scale).numpy()
+
 
 def check_group(rows: Rows, selection: SelectionSpec, group: GroupKey, ordered: OrderedPages) -> None:
     """Pages, share and rest of one group against the selectors."""
@@ -79,7 +87,8 @@ def check_group(rows: Rows, selection: SelectionSpec, group: GroupKey, ordered: 
     scores = rows.scores(group)
     heads = slice(group.kv_head * len(scores), (group.kv_head + 1) * len(scores))
     retained = rows.retained_lse[group.row, heads].double().numpy()
-    expected = SpecSelector(selection).order(scores, retained if weighs else None)
+    deviations = rows.deviations(group) if selection.allows_for_errors else None
+    expected = SpecSelector(selection).order(scores, retained if weighs else None, deviations)
     pages = ordered.pages - first
     assert ordered.scored == end - first
     if selection.estimated_remainder:
@@ -91,7 +100,7 @@ def check_group(rows: Rows, selection: SelectionSpec, group: GroupKey, ordered: 
             return
     else:
         assert ordered.share == 1.0
-    best = group_scores(scores, retained if weighs else None)
+    best = group_scores(scores, retained if weighs else None, deviations)
     assert len(pages) == len(expected) == len(set(pages.tolist()))
     np.testing.assert_allclose(best[pages], best[expected], rtol=0, atol=SCORE_TIE)
     if selection.estimated_remainder or (weighs and selection.attributed):

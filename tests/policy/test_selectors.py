@@ -48,6 +48,33 @@ def test_one_head_that_looks_at_one_page_outranks_many_that_look_everywhere() ->
     assert rank_pages(group_scores(scores))[0] == 2
 
 
+EVEN_AND_PEAKED = np.log([[0.28, 0.24, 0.26, 0.22], [0.9, 0.04, 0.01, 0.05]])
+SECOND_UNSURE = np.array([0.0, 1.0])  # by e^3 = 20 if it is off by three deviations
+
+
+def test_a_head_s_shares_may_be_larger_than_estimated() -> None:
+    assert rank_pages(group_scores(EVEN_AND_PEAKED)).tolist() == [0, 2, 1, 3]
+    raised = group_scores(EVEN_AND_PEAKED, None, SECOND_UNSURE)
+    np.testing.assert_allclose(np.exp(raised), [0.9 * np.e**3, 0.04 * np.e**3, 0.26, 0.05 * np.e**3])
+    assert rank_pages(raised).tolist() == [0, 3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (SelectionSpec(ranked=True, threshold=0.9, estimated_remainder=True), [0, 3, 1, 2]),
+        (SelectionSpec(ranked=True, threshold=0.9), [0, 2, 1, 3]),
+        (SelectionSpec(ranked=True, estimated_remainder=True, max_pages=3), [0, 2, 1]),
+        (SelectionSpec(ranked=True, max_pages=3), [0, 2, 1]),
+        (SelectionSpec(), [0, 1, 2, 3]),
+    ],
+)
+def test_a_threshold_on_an_estimated_remainder_alone_allows_for_errors(
+    spec: SelectionSpec, expected: list[int]
+) -> None:
+    assert SpecSelector(spec).order(EVEN_AND_PEAKED, None, SECOND_UNSURE).tolist() == expected
+
+
 @given(page_scores)
 def test_one_head_ranks_by_its_scores_alone(scores: NDArray[np.float64]) -> None:
     order = rank_pages(group_scores(scores[:1]))

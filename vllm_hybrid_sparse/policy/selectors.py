@@ -13,8 +13,13 @@ from vllm_hybrid_sparse.values import SelectionSpec
 
 Floats = NDArray[np.floating[Any]]
 
+ERROR_DEVIATIONS = 3.0
+"""How far above its estimate a head's pages are ranked, in standard deviations of an estimated score."""
 
-def group_scores(page_scores: Floats, retained_lse: Floats | None = None) -> NDArray[np.float64]:
+
+def group_scores(
+    page_scores: Floats, retained_lse: Floats | None = None, deviations: Floats | None = None
+) -> NDArray[np.float64]:
     """The log of the largest share of attention that any query head of the group is estimated to give to each page.
 
     This is max over h of (s[h, p] - logsumexp over pages of s[h, .]). The subtraction makes heads comparable: a
@@ -22,9 +27,15 @@ def group_scores(page_scores: Floats, retained_lse: Floats | None = None) -> NDA
     codes) are compared with the retained set's weight too, because a head that finds its weight there needs little of
     the candidates.
 
+    With `deviations` a head's shares are taken at the upper end of what they may be, `ERROR_DEVIATIONS` standard
+    deviations above their estimates. A page that one head has underrated is then read before pages of heads whose
+    estimates are sure, and whose attention is spread evenly.
+
     page_scores    [group, candidates]  estimated attention scores, softmax scale applied; finite
     retained_lse   [group]              log-sum-exp of the scores of the retained set; None: shares of the candidates
-    returns        [candidates]         <= 0; with one head in the order of its scores; empty for no candidates
+    deviations     [group]              standard deviation of an estimated score, natural log; None: nothing is added
+    returns        [candidates]         <= 0 without deviations; with one head in the order of its scores; empty for no
+                                        candidates
     """
     scores = np.asarray(page_scores, dtype=np.float64)
     if scores.shape[1] == 0:
@@ -33,6 +44,8 @@ def group_scores(page_scores: Floats, retained_lse: Floats | None = None) -> NDA
     log_mass = peak + np.log(np.exp(scores - peak).sum(axis=1, keepdims=True))
     if retained_lse is not None:
         log_mass = np.logaddexp(log_mass, np.asarray(retained_lse, dtype=np.float64)[:, None])
+    if deviations is not None:
+        log_mass = log_mass - ERROR_DEVIATIONS * np.asarray(deviations, dtype=np.float64)[:, None]
     best: NDArray[np.float64] = (scores - log_mass).max(axis=0)
     return best
 
@@ -58,10 +71,19 @@ class SpecSelector:
 
     spec: SelectionSpec
 
-    def order(self, page_scores: Floats, retained_lse: Floats | None = None) -> NDArray[np.int64]:
-        """The pages that may be read, in reading order. Arguments as for `group_scores`."""
+    def order(
+        self, page_scores: Floats, retained_lse: Floats | None = None, deviations: Floats | None = None
+    ) -> NDArray[np.int64]:
+        """The pages that may be read, in reading order. Arguments as for `group_scores`.
+
+        The deviations count only where a threshold on an estimated remainder ends the reading: pages that a head may
+        have underrated are then worth reading, while a budget is best spent on what is estimated.
+        """
         num_candidates = page_scores.shape[1]
-        pages = rank_pages(group_scores(page_scores, retained_lse)) if self.spec.ranked else np.arange(num_candidates)
+        if not self.spec.ranked:
+            return np.arange(num_candidates)
+        allowed = deviations if self.spec.allows_for_errors else None
+        pages = rank_pages(group_scores(page_scores, retained_lse, allowed))
         return pages[: self.spec.budget_pages(num_candidates)]
 
     def is_done(self, mass: Floats) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from vllm_hybrid_sparse.kernels.code_scores import gpu as code_scores
+from vllm_hybrid_sparse.kernels.code_scores.reference import CodeScores
 from vllm_hybrid_sparse.kernels.key_codes.gpu import encode_pages, rotate_queries
 from vllm_hybrid_sparse.kernels.listed_attention.gpu import attend_listed
 from vllm_hybrid_sparse.kernels.merge.gpu import merge_with_unread
@@ -27,12 +28,12 @@ __all__ = [
 ]
 
 
-def score_codes(query: Tensor, codes: Tensor, blocks: Tensor, candidates: Tensor, **numbers: Any) -> Tensor:
-    """What candidates are estimated to weigh, [rows, q_heads, candidates] f32; see kernels/code_scores."""
+def score_codes(query: Tensor, codes: Tensor, blocks: Tensor, candidates: Tensor, **numbers: Any) -> CodeScores:
+    """What candidates are estimated to weigh; see kernels/code_scores."""
     return code_scores.score_codes(rotate_queries(query), codes, blocks, candidates, **numbers)
 
 
-def order_pages(scores: Tensor, kv_heads: int, retained_lse: Tensor, most: int) -> Tensor:
+def order_pages(scores: Tensor, kv_heads: int, retained_lse: Tensor, deviations: Tensor | None, most: int) -> Tensor:
     """The best candidates by group score, `most` of them at the least, [rows, kv_heads, any] int64."""
-    best = group_scores(scores, kv_heads, retained_lse)
+    best = group_scores(scores, kv_heads, retained_lse, deviations)
     return rank_pages(best) if most > _MOST_UNSORTED * scores.shape[-1] else best_pages(best, most)

@@ -42,19 +42,29 @@ def encode_pages(
     codes[places] = pack_codes(encode_keys(keys, code_bits))
 
 
-def score_codes(query: Tensor, codes: Tensor, blocks: Tensor, candidates: Tensor, **numbers: Any) -> Tensor:
-    """What candidates are estimated to weigh, [rows, q_heads, candidates] f32; see kernels/code_scores."""
-    return code_scores.score_codes(query, codes, blocks, candidates, **numbers).float()
+def score_codes(
+    query: Tensor, codes: Tensor, blocks: Tensor, candidates: Tensor, **numbers: Any
+) -> code_scores.CodeScores:
+    """What candidates are estimated to weigh; see kernels/code_scores."""
+    weights, deviations = code_scores.score_codes(query, codes, blocks, candidates, **numbers)
+    return code_scores.CodeScores(weights.float(), deviations.float())
 
 
-def order_pages(scores: Tensor, kv_heads: int, retained_lse: Tensor, most: int) -> Tensor:  # noqa: ARG001  (all are)
+def order_pages(
+    scores: Tensor,
+    kv_heads: int,
+    retained_lse: Tensor,
+    deviations: Tensor | None,
+    most: int,  # noqa: ARG001  (all are)
+) -> Tensor:
     """Candidates by group score, [rows, kv_heads, candidates] int64."""
     rows, q_heads, num = scores.shape
     order = torch.zeros(rows, kv_heads, num, dtype=torch.int64)
     for row, head, heads in _groups(rows, kv_heads, q_heads):
         of_group = scores[row, heads]
         listed = of_group[:, of_group[0] > -torch.inf]
-        ranked = rank_pages(group_scores(listed.double().numpy(), retained_lse[row, heads].double().numpy()))
+        allowed = None if deviations is None else deviations[row, heads].numpy()
+        ranked = rank_pages(group_scores(listed.numpy(), retained_lse[row, heads].numpy(), allowed))
         order[row, head, : len(ranked)] = torch.from_numpy(ranked)
     return order
 

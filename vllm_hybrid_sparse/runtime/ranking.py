@@ -257,7 +257,7 @@ class DeviceRanking:
     ) -> RankedPages:
         """Every group's candidates by group score."""
         assert self._codes is not None
-        scores = self._kernels.score_codes(
+        scores, deviations = self._kernels.score_codes(
             queries,
             self._codes.codes[layer],
             rows.blocks,
@@ -268,7 +268,8 @@ class DeviceRanking:
             scale=scale,
             code_bits=self._codes.code_bits,
         )
-        order = self._kernels.order_pages(scores, self._kv_heads, retained_lse, rows.most_budget)
+        allowed = deviations if self._spec.allows_for_errors else None
+        order = self._kernels.order_pages(scores, self._kv_heads, retained_lse, allowed, rows.most_budget)
         return RankedPages(order, scores, rows.candidates, rows.budgets)
 
     def drop_numbers(self) -> None:

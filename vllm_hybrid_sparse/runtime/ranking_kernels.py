@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from vllm_hybrid_sparse.kernels.code_scores.reference import CodeScores
 from vllm_hybrid_sparse.kernels.listed_attention.state import HostStore, Tally
 from vllm_hybrid_sparse.kernels.page_directory.state import Listed
 from vllm_hybrid_sparse.kernels.reading.plan import PageTables, RankedPages, ReadingPlan
@@ -25,10 +26,14 @@ class RankingKernels(Protocol):
     ) -> None:
         """Make the key codes of full pages: kernels/key_codes/gpu.py."""
 
-    def score_codes(self, query: Tensor, codes: Tensor, blocks: Tensor, candidates: Tensor, **numbers: Any) -> Tensor:
+    def score_codes(
+        self, query: Tensor, codes: Tensor, blocks: Tensor, candidates: Tensor, **numbers: Any
+    ) -> CodeScores:
         """Estimate the weights of candidates: kernels/code_scores/gpu.py, for queries that are not rotated yet."""
 
-    def order_pages(self, scores: Tensor, kv_heads: int, retained_lse: Tensor, most: int) -> Tensor:
+    def order_pages(
+        self, scores: Tensor, kv_heads: int, retained_lse: Tensor, deviations: Tensor | None, most: int
+    ) -> Tensor:
         """Order the best candidates by group score, at least `most` of them: kernels/score/gpu.py."""
 
     def attend_listed(

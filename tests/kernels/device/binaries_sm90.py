@@ -87,8 +87,10 @@ class Server:
         entries = {"store_pages": STORE_PAGES, "first_entry": first_entry, "kv_heads": KV_HEADS}
         listed = look_up(self.directory, table, lengths, ints(rows), counts, None, **where, **entries)
         retained = attend_listed(query, *pool, self.host, listed, counts, self.tally, scale=SCALE)
-        scores = score_codes(rotate_queries(query), self.codes, table, lengths, **where, scale=SCALE, code_bits=2)
-        order = group_scores(scores, KV_HEADS, retained[1]).sort(dim=-1, descending=True).indices
+        scores, deviations = score_codes(
+            rotate_queries(query), self.codes, table, lengths, **where, scale=SCALE, code_bits=2
+        )
+        order = group_scores(scores, KV_HEADS, retained[1], deviations).sort(dim=-1, descending=True).indices
         ranked = RankedPages(order, scores, candidates, budgets)
         plan = plan_reading(ranked, retained[1], **rule)
         listed = look_up(self.directory, table, lengths, ints(rows), plan.counts, order, **where, **entries)

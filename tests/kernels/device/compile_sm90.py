@@ -142,6 +142,7 @@ def launch_everything(dtype: torch.dtype, head_dim: int, group: int) -> None:
         score_pages(query, summaries, table, scale=0.1, summary=summary)
     group_scores(page_lse, kv_heads)
     group_scores(page_lse, kv_heads, lse)
+    group_scores(page_lse, kv_heads, lse, lse)
 
     queries = rotate_queries(query)
     for code_bits in CODE_BITS:

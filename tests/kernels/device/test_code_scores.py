@@ -11,9 +11,16 @@ from tests.kernels.device.test_key_codes import encode
 from tests.tolerances import CODE_TIE, assert_close
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.code_scores.gpu import score_codes
+from vllm_hybrid_sparse.kernels.code_scores.reference import CodeScores
 from vllm_hybrid_sparse.kernels.code_scores.reference import score_codes as score_reference
 from vllm_hybrid_sparse.kernels.key_codes.gpu import RotatedQueries, rotate_queries
-from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_weights, pack_codes, rotation
+from vllm_hybrid_sparse.kernels.key_codes.reference import (
+    encode_keys,
+    estimate_weights,
+    pack_codes,
+    rotation,
+    score_deviation,
+)
 
 SCALE = 0.2
 FIRST_PAGE = 4
@@ -83,7 +90,7 @@ def unrotated(queries: RotatedQueries) -> Tensor:
 
 def score(
     store: Store, queries: RotatedQueries, device: torch.device, *, most: int | None = None, first: int = FIRST_PAGE
-) -> Tensor:
+) -> CodeScores:
     scores = score_codes(
         RotatedQueries(*(part.to(device) for part in queries)),
         store.codes.to(device),
@@ -95,10 +102,10 @@ def score(
         scale=SCALE,
         code_bits=store.code_bits,
     )
-    return scores.cpu()
+    return CodeScores(scores.weights.cpu(), scores.deviations.cpu())
 
 
-def expected_of(store: Store, query: Tensor, *, most: int | None = None, first: int = FIRST_PAGE) -> Tensor:
+def expected_of(store: Store, query: Tensor, *, most: int | None = None, first: int = FIRST_PAGE) -> CodeScores:
     return score_reference(
         query,
         store.codes,
@@ -114,7 +121,12 @@ def expected_of(store: Store, query: Tensor, *, most: int | None = None, first: 
 
 def check(store: Store, group: int, head_dim: int, device: torch.device) -> None:
     queries = random_queries(len(store.candidates), group * len(store.codes), head_dim)
-    assert_close(score(store, queries, device), expected_of(store, unrotated(queries)))
+    check_close(score(store, queries, device), expected_of(store, unrotated(queries)))
+
+
+def check_close(actual: CodeScores, expected: CodeScores) -> None:
+    for part, wanted in zip(actual, expected, strict=True):
+        assert_close(part, wanted)
 
 
 def test_the_reference_is_the_estimate_of_each_page_of_a_row() -> None:
@@ -123,7 +135,7 @@ def test_the_reference_is_the_estimate_of_each_page_of_a_row() -> None:
     order = torch.tensor([2, 0, 3, 4, 1])  # where the store has the pages
     stored = torch.stack([pack_codes(of_head)[order] for of_head in codes])
     blocks, candidates = order.argsort()[None].int(), torch.tensor([3], dtype=torch.int32)
-    scores = score_reference(
+    scores, deviations = score_reference(
         query, stored, blocks, candidates, first_page=1, most=4, pages_per_block=1, scale=SCALE, code_bits=1
     )
     assert scores.shape == (1, 6, 4)
@@ -131,6 +143,8 @@ def test_the_reference_is_the_estimate_of_each_page_of_a_row() -> None:
         wanted = estimate_weights(query[0, head : head + 1], codes[head // 3], SCALE)[0, 1:4]
         torch.testing.assert_close(scores[0, head, :3], wanted)
         assert scores[0, head, 3] == -torch.inf
+        of_candidates = encode_keys(keys[head // 3, 16:64], 1)
+        torch.testing.assert_close(deviations[0, head], score_deviation(query[0], of_candidates, SCALE)[head])
 
 
 @pytest.mark.parametrize("code_bits", [1, 2])
@@ -156,29 +170,45 @@ def test_the_first_candidate_may_be_any_page(first_page: int, device: torch.devi
     store = make_store([3, 19], head_dim=16, pages_per_block=8, first_page=first_page)
     queries = random_queries(2, 1, 16)
     expected = expected_of(store, unrotated(queries), first=first_page)
-    assert_close(score(store, queries, device, first=first_page), expected)
+    check_close(score(store, queries, device, first=first_page), expected)
 
 
 @pytest.mark.parametrize("most", [20, 40])
 def test_behind_a_row_s_candidates_there_is_nothing(most: int, device: torch.device) -> None:
     store = make_store([0, 7, 20], kv_heads=2, head_dim=32)
     queries = random_queries(3, 6, 32)
-    scores = score(store, queries, device, most=most)
-    assert_close(scores, expected_of(store, unrotated(queries), most=most))
+    scores, deviations = score(store, queries, device, most=most)
+    check_close(CodeScores(scores, deviations), expected_of(store, unrotated(queries), most=most))
+    assert (deviations[0] == 0).all()
+    assert (deviations[1:] > 0).all()
     for row, count in enumerate(store.candidates):
         assert scores[row, :, :count].isfinite().all()
         assert (scores[row, :, count:] == -torch.inf).all()
+
+
+def test_the_first_pages_say_how_long_keys_are(device: torch.device) -> None:
+    """The pages behind them may have keys of any length, and a row may have fewer."""
+    keys = torch.randn(20, 16, 64)
+    keys[16:] *= 10
+    codes = pack_codes(encode_keys(keys.flatten(0, 1), 2))[None]
+    blocks = torch.arange(20, dtype=torch.int32).repeat(2, 1)
+    store = Store(codes, blocks, torch.tensor([20, 3], dtype=torch.int32), 1, 2)
+    queries = random_queries(2, 2, 64)
+    _, deviations = score(store, queries, device, first=0)
+    for row, pages in enumerate((16, 3)):
+        of_pages = encode_keys(keys[:pages].flatten(0, 1), 2)
+        assert_close(deviations[row], score_deviation(unrotated(queries)[row], of_pages, SCALE))
 
 
 @pytest.mark.parametrize("code_bits", [1, 2])
 def test_tokens_whose_estimates_are_far_apart_do_not_overflow(code_bits: int, device: torch.device) -> None:
     store = make_store([6], head_dim=64, code_bits=code_bits, spread=1e4)
     queries = random_queries(1, 4, 64)
-    expected = expected_of(store, unrotated(queries))
+    expected = expected_of(store, unrotated(queries)).weights
     assert expected.abs().max() > 1e3
     # The sum of two parts, of which each is as large as the largest: right to a few of its last bits.
     torch.testing.assert_close(
-        score(store, queries, device).double(), expected, rtol=0, atol=1e-6 * float(expected.abs().max())
+        score(store, queries, device).weights.double(), expected, rtol=0, atol=1e-6 * float(expected.abs().max())
     )
 
 
@@ -189,8 +219,9 @@ def test_pages_of_zeros_and_queries_of_zeros_weigh_their_tokens(device: torch.de
     store.codes[:, first] = zeros
     queries = random_queries(2, 2, 32)
     queries.levels[1], queries.units[1] = 0, 0
-    scores = score(store, queries, device)
-    assert_close(scores, expected_of(store, unrotated(queries)))
+    actual = score(store, queries, device)
+    check_close(actual, expected_of(store, unrotated(queries)))
+    scores = actual.weights
     log_tokens = torch.tensor(16.0).log()
     assert_close(scores[0, :, 0], log_tokens.expand(2))
     assert_close(scores[1], log_tokens.expand(2, 4))
@@ -203,7 +234,7 @@ def test_the_table_s_rows_may_lie_apart(device: torch.device) -> None:
     queries = random_queries(2, 1, 16)
     expected = expected_of(store, unrotated(queries))
     store.blocks = wide[:, 4:-5]
-    assert_close(score(store, queries, device), expected)
+    check_close(score(store, queries, device), expected)
 
 
 @pytest.mark.parametrize(
@@ -218,15 +249,16 @@ def test_from_keys_and_queries_to_scores(
     blocks = torch.arange(9, dtype=torch.int32)[None]
     store = Store(codes, blocks, torch.tensor([5], dtype=torch.int32), 1, code_bits)
     query = torch.randn(1, 4, head_dim).to(dtype)
-    scores = score(store, rotate_queries(query.to(device)), device)
-    torch.testing.assert_close(scores.double(), expected_of(store, query), rtol=0, atol=CODE_TIE)
+    actual, expected = score(store, rotate_queries(query.to(device)), device), expected_of(store, query)
+    for part, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(part.double(), wanted, rtol=0, atol=CODE_TIE)
 
 
 def test_no_rows_and_no_pages_are_no_work(device: torch.device) -> None:
     store = make_store([3])
-    assert score(store, random_queries(1, 2, 64), device, most=0).shape == (1, 2, 0)
+    assert score(store, random_queries(1, 2, 64), device, most=0).weights.shape == (1, 2, 0)
     store.blocks, store.candidates = store.blocks[:0], store.candidates[:0]
-    assert score(store, random_queries(0, 2, 64), device, most=5).shape == (0, 2, 5)
+    assert score(store, random_queries(0, 2, 64), device, most=5).weights.shape == (0, 2, 5)
 
 
 def test_bad_arguments_are_refused_by_name() -> None:

@@ -78,21 +78,23 @@ def test_page_scores(
 
 @pytest.mark.parametrize("group", [1, 3, 8, 20])
 @pytest.mark.parametrize("pages", [1, 255, 257])
-@pytest.mark.parametrize("has_retained", [False, True])
-def test_group_scores_and_ranks(has_retained: bool, pages: int, group: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("has_retained", "has_deviations"), [(False, False), (True, False), (True, True)])
+def test_group_scores_and_ranks(
+    has_retained: bool, has_deviations: bool, pages: int, group: int, device: torch.device
+) -> None:
     page_scores = 3 * torch.randn(2, 2 * group, pages)
     page_scores[1, :, pages - pages // 3 :] = -torch.inf
     retained = 4 * torch.randn(2, 2 * group) if has_retained else None
-    moved = None if retained is None else retained.to(device)
-    actual = score.group_scores(page_scores.to(device), 2, moved)
+    deviations = 2 * torch.rand(2, 2 * group) if has_deviations else None
+    given = [None if part is None else part.to(device) for part in (retained, deviations)]
+    actual = score.group_scores(page_scores.to(device), 2, *given)
     order = score.rank_pages(actual).cpu()
     for row in range(2):
         there = pages if row == 0 else pages - pages // 3
         for kv_head in range(2):
             heads = slice(kv_head * group, (kv_head + 1) * group)
-            expected = group_scores(
-                page_scores[row, heads, :there].numpy(), None if retained is None else retained[row, heads].numpy()
-            )
+            of_heads = [None if part is None else part[row, heads].numpy() for part in (retained, deviations)]
+            expected = group_scores(page_scores[row, heads, :there].numpy(), *of_heads)
             shares = actual[row, kv_head].cpu()
             torch.testing.assert_close(
                 shares[:there].double(), torch.from_numpy(expected), rtol=1e-6, atol=SCORE_TIE / 10
@@ -135,6 +137,8 @@ def test_bad_arguments_are_refused_by_name() -> None:
         score.score_pages(query, summaries, places, scale=1.0, summary="minmax")
     with pytest.raises(KernelError, match=r"places=.*int32"):
         score.score_pages(query, summaries, places.long(), scale=1.0, summary="cuboid_mean")
+    with pytest.raises(KernelError, match=r"deviations=\[1\]"):
+        score.group_scores(torch.zeros(1, 2, 4), 1, None, torch.zeros(1))
     with pytest.raises(KernelError, match=r"q_heads=2: must be a multiple of kv_heads=3"):
         score.group_scores(torch.zeros(1, 2, 4), 3)
     with pytest.raises(KernelError, match=r"k_pool="):

@@ -7,12 +7,16 @@ from torch import Tensor
 
 from vllm_hybrid_sparse.errors import KernelError
 from vllm_hybrid_sparse.kernels.arguments import block_group, check_tensor, group_size
+from vllm_hybrid_sparse.kernels.code_scores.reference import CodeScores
 from vllm_hybrid_sparse.kernels.key_codes.gpu import RotatedQueries, block_dims, check_codes
-from vllm_hybrid_sparse.kernels.key_codes.reference import MEAN_LEVELS
+from vllm_hybrid_sparse.kernels.key_codes.reference import DEVIATION_PAGES, MEAN_LEVELS, code_deviation
 from vllm_hybrid_sparse.values import PAGE_TOKENS
 
 _TILE_PAGES = tl.constexpr(16)
 """Pages that a program scores: 256 tokens, 32 float32 sums a thread. Not tuned on a GPU yet."""
+assert _TILE_PAGES.value == DEVIATION_PAGES, (
+    "the first program of a row and KV head sees the pages that say how long keys are"
+)
 
 _MIN_DOT_COLUMNS = 8
 """Columns that a matrix instruction has at least, here the query heads; a smaller group is padded to it. With 16 a
@@ -33,7 +37,7 @@ def score_codes(
     pages_per_block: int,
     scale: float,
     code_bits: int,
-) -> Tensor:
+) -> CodeScores:
     """Estimate what each candidate page weighs for each query head: `score_codes` of reference.py in float32.
 
     The weight is the logarithm of the sum over the page's tokens t of
@@ -42,7 +46,7 @@ def score_codes(
 
     Levels, elements and mean are small whole numbers, which bf16 holds; so are their products' sums in float32.
     Candidate c of a row is its request's page p = first_page + c, which lies in `codes` as page p % pages_per_block of
-    block blocks[row, p // pages_per_block].
+    block blocks[row, p // pages_per_block]. The deviations are of the rotated queries as they are given, rounded.
 
     What bounds it: the bytes of the codes, each read once for all query heads of the group: 640 a page and KV head of
     two bits at head_dim 128. A row of 32768 tokens and 8 KV heads reads 10 MiB a layer, which takes 3 us at 3.35 TB/s.
@@ -55,7 +59,7 @@ def score_codes(
     candidates   [rows]                               int32, candidate pages of each row, trusted to be 0 to `most`
     first_page   the first candidate's page, 0 or more; of all rows
     most         the pages of each row's result, 0 or more
-    returns      [rows, q_heads, most]                f32, natural log; -inf for c >= candidates[row]
+    returns      f32; with most = 0 no deviation is written
 
     Raises KernelError for a tensor of another shape, dtype, device or stride, and for sizes out of their range.
     """
@@ -74,6 +78,7 @@ def score_codes(
         if value < 0:
             raise KernelError(f"{name}={value}: must be 0 or more")
     scores = torch.empty(rows, q_heads, most, dtype=torch.float32, device=device)
+    deviations = torch.empty(rows, q_heads, dtype=torch.float32, device=device)
     if scores.numel():
         _score_codes_kernel[(rows, kv_heads, triton.cdiv(most, _TILE_PAGES.value))](
             *queries,
@@ -81,11 +86,13 @@ def score_codes(
             blocks,
             candidates,
             scores,
+            deviations,
             blocks.stride(0),
             store_pages,
             first_page,
             most,
             scale,
+            code_deviation(code_bits),
             group=group,
             head_dim=head_dim,
             code_bits=code_bits,
@@ -94,7 +101,7 @@ def score_codes(
             block_group=block_group(group, least=_MIN_DOT_COLUMNS),
             block_dim=block_dims(head_dim),
         )
-    return scores
+    return CodeScores(scores, deviations)
 
 
 @triton.jit
@@ -110,6 +117,22 @@ def _for_tokens(of_pages):
     return tl.reshape(by_page, (_TILE_PAGES * _PAGE_TOKENS,))
 
 
+@triton.jit
+def _levels_of_mean(page_words, is_page, head_dim: tl.constexpr, block_dim: tl.constexpr):
+    """The levels of pages' means, eight in a word; [pages, dims] int32."""
+    word = tl.arange(0, block_dim // 8)
+    is_word = is_page[:, None] & (word < head_dim // 8)[None, :]
+    words = tl.load(page_words[:, None] + word[None, :], mask=is_word, other=0)
+    return tl.reshape(words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :] & 15, (_TILE_PAGES, block_dim))
+
+
+@triton.jit
+def _deviation(levels, lengths, tokens, scale):
+    """`score_deviation` of heads, whose levels are [dims, heads], from the lengths of some keys."""
+    whole = levels.to(tl.float32)
+    return scale * tl.sqrt(tl.sum(whole * whole, axis=0)) * tl.sum(lengths, axis=0) / tokens
+
+
 @triton.jit(do_not_specialize=["blocks_row_stride", "first_page", "most"])
 def _score_codes_kernel(
     levels,
@@ -118,11 +141,13 @@ def _score_codes_kernel(
     blocks,
     candidates,
     scores,
+    deviations,
     blocks_row_stride,
     store_pages,
     first_page,
     most,
     scale,
+    code_deviation,
     group: tl.constexpr,
     head_dim: tl.constexpr,
     code_bits: tl.constexpr,
@@ -146,6 +171,8 @@ def _score_codes_kernel(
     is_target = is_head[None, :] & (candidate < most)[:, None]
     count = tl.load(candidates + row)
     if first >= count:
+        if first == 0:
+            tl.store(deviations + q_heads, tl.zeros((block_group,), tl.float32), mask=is_head)
         tl.store(target, tl.full((_TILE_PAGES, block_group), float("-inf"), tl.float32), mask=is_target)
         return
 
@@ -162,34 +189,33 @@ def _score_codes_kernel(
     dims = tl.arange(0, block_dim)
     whole_q = tl.load(query + dims[:, None], mask=(dims < head_dim)[:, None] & is_head[None, :], other=0.0)
     sums = tl.sum(whole_q.to(tl.float32), axis=0)[None, :]
-    word = tl.arange(0, block_dim // 8)
-    is_word = is_page[:, None] & (word < head_dim // 8)[None, :]
-    mean_words = tl.load(page_words[:, None] + mean_word + word[None, :], mask=is_word, other=0)
-    mean = tl.reshape(mean_words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :] & 15, (_TILE_PAGES, block_dim))
-    mean_unit = (unit_bits >> 16 << 16).to(tl.float32, bitcast=True)
-    of_mean = (2.0 * tl.dot(_above_128(mean), whole_q) - (256 + _MEAN_LEVELS) * sums) * mean_unit[:, None]
+    mean = _levels_of_mean(page_words + mean_word, is_page, head_dim, block_dim)
+    of_mean = 2.0 * tl.dot(_above_128(mean), whole_q) - (256 + _MEAN_LEVELS) * sums
 
     token_words = _for_tokens(page_words)
     is_token = _for_tokens(is_page)
     token = tl.arange(0, _TILE_PAGES * _PAGE_TOKENS) % _PAGE_TOKENS
-    line_dims: tl.constexpr = 32 // code_bits
-    line_dim = tl.arange(0, line_dims)
+    line_dim = tl.arange(0, 32 // code_bits)
     shifts = line_dim % 4 * 8 + line_dim // 4 * code_bits
     top: tl.constexpr = (1 << code_bits) - 1
     products = tl.zeros((_TILE_PAGES * _PAGE_TOKENS, block_group), tl.float32)
     for line in range(lines):
         words = tl.load(token_words + line * _PAGE_TOKENS + token, mask=is_token, other=0)
-        in_line = line * line_dims + line_dim
+        in_line = line * (32 // code_bits) + line_dim
         q = tl.load(query + in_line[:, None], mask=(in_line < head_dim)[:, None] & is_head[None, :], other=0.0)
         products = tl.dot(_above_128(words[:, None] >> shifts[None, :] & top), q, acc=products)
     factors = tl.load(token_words + factor_word + token // 4, mask=is_token, other=0) >> (token % 4 * 8) & 255
     lengths = factors.to(tl.float32) * _for_tokens((unit_bits << 16).to(tl.float32, bitcast=True))
     products = (2.0 * products - (256 + top) * sums) * lengths[:, None]
+    unit = scale * tl.load(units + q_heads, mask=is_head, other=0.0)
+    if first == 0:
+        tokens = tl.minimum(count, _TILE_PAGES) * _PAGE_TOKENS
+        tl.store(deviations + q_heads, _deviation(whole_q, lengths, tokens, code_deviation * unit), mask=is_head)
 
     # The mean counts for all tokens of a page alike, so it is added to the logarithm of their sum.
-    unit = scale * tl.load(units + q_heads, mask=is_head, other=0.0)[None, :]
-    estimates = tl.reshape(products * unit, (_TILE_PAGES, _PAGE_TOKENS, block_group))
+    estimates = tl.reshape(products * unit[None, :], (_TILE_PAGES, _PAGE_TOKENS, block_group))
     peak = tl.max(estimates, axis=1)
     total = tl.sum(tl.exp(estimates - peak[:, None, :]), axis=1)
-    weights = peak + tl.log(total) + unit * of_mean
+    mean_unit = (unit_bits >> 16 << 16).to(tl.float32, bitcast=True)
+    weights = peak + tl.log(total) + unit[None, :] * mean_unit[:, None] * of_mean
     tl.store(target, tl.where(is_page[:, None], weights, float("-inf")), mask=is_target)

@@ -21,7 +21,19 @@ COMMON_KEY_RATIO = 5.0
 SIGN_FACTOR = 1 + 2 * math.exp(-0.5)
 """What the factor of an estimate by signs alone is to that by two bits. Elements beyond the root mean square count
 three times in the latter, and of normally distributed elements these are e^(-1/2) of the sum of lengths."""
+DEVIATION_PAGES = 16
+"""Pages whose factors say how long keys are, which `score_deviation` needs."""
 _MASK64 = 2**64 - 1
+
+
+def code_deviation(bits: int) -> float:
+    """sqrt(E[e^2] - E[x e]^2) of a normally distributed x and its code's element e, as long as x at the least: see
+    `score_deviation`."""
+    product = math.sqrt(2 / math.pi)  # E[|x|]
+    if bits == 1:
+        return math.sqrt(1 - product**2)
+    far = math.erfc(math.sqrt(0.5))  # P(|x| > 1), where e counts three times
+    return math.sqrt(1 + 8 * far - (product * SIGN_FACTOR) ** 2)
 
 
 class KeyCodes(NamedTuple):
@@ -122,6 +134,23 @@ def estimate_scores(query: Tensor, codes: KeyCodes, scale: float) -> Tensor:
 def estimate_weights(query: Tensor, codes: KeyCodes, scale: float) -> Tensor:
     """Estimate what each page weighs: the logarithm of the sum of exp(score) over its keys; [group, pages] f64."""
     return estimate_scores(query, codes, scale).logsumexp(dim=-1)
+
+
+def score_deviation(query: Tensor, codes: KeyCodes, scale: float) -> Tensor:
+    """The standard deviation of an estimated score of a key, from how long the keys of some pages are.
+
+    An estimate is f <q, e>, with e the elements of the code and f the factor that makes f e - x normal to the rotated
+    key x (RaBitQ, theorem 3.2). The rotation turns f e - x into any direction normal to x, so the estimate's variance
+    is |q|^2 |f e - x|^2 / dims, which is (|q| f)^2 (E[e^2] - E[x e]^2) if x's elements are normally distributed with a
+    variance of 1. For f stands the mean over the keys of the first `DEVIATION_PAGES` pages.
+
+    query     [group, head_dim]   bf16 | f16 | f32
+    codes     of one page at the least
+    returns   [group]             f64, natural log, softmax scale applied
+    """
+    factors = codes.factor_unit.double()[:, None] * codes.factors.double()
+    length = query.double().square().sum(dim=1).sqrt()
+    return scale * code_deviation(codes.bits) * factors[:DEVIATION_PAGES].mean() * length
 
 
 def pack_codes(codes: KeyCodes) -> Tensor:

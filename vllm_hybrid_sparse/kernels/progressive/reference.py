@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_weights
+from vllm_hybrid_sparse.kernels.key_codes.reference import encode_keys, estimate_weights, score_deviation
 from vllm_hybrid_sparse.kernels.merge.reference import merge_states, merge_with_unread
 from vllm_hybrid_sparse.kernels.score.reference import score_pages
 from vllm_hybrid_sparse.kernels.sparse_attention.reference import attend_pages
@@ -65,8 +65,10 @@ def progressive_attention(
 
     candidates = key[first_page * PAGE_TOKENS : end_page * PAGE_TOKENS]
     if summary == "key_codes":
-        scores = estimate_weights(query, encode_keys(candidates, code_bits), scale)
-        ranking = selector.order(scores.numpy(), log_as_acc.numpy())
+        codes = encode_keys(candidates, code_bits)
+        scores = estimate_weights(query, codes, scale)
+        deviations = score_deviation(query, codes, scale)
+        ranking = selector.order(scores.numpy(), log_as_acc.numpy(), deviations.numpy())
     elif summary == "none":
         assert not selector.spec.ranked
         ranking = selector.order(torch.zeros(len(query), end_page - first_page).numpy())

@@ -15,9 +15,12 @@ from vllm_hybrid_sparse.kernels.arguments import (
     score_tile,
 )
 from vllm_hybrid_sparse.kernels.summarize.gpu import check_summary
+from vllm_hybrid_sparse.policy.selectors import ERROR_DEVIATIONS
 
 _TILE_SUMMARIES = 32
 """Summaries that a program scores. Not tuned on a GPU yet."""
+
+_ERROR_DEVIATIONS = tl.constexpr(ERROR_DEVIATIONS)
 
 
 def score_pages(query: Tensor, summaries: Tensor, places: Tensor, *, scale: float, summary: str) -> Tensor:
@@ -64,36 +67,43 @@ def score_pages(query: Tensor, summaries: Tensor, places: Tensor, *, scale: floa
     return scores
 
 
-def group_scores(page_scores: Tensor, kv_heads: int, retained_lse: Tensor | None = None) -> Tensor:
+def group_scores(
+    page_scores: Tensor, kv_heads: int, retained_lse: Tensor | None = None, deviations: Tensor | None = None
+) -> Tensor:
     """How much of its attention some query head of the group is estimated to give to each page.
 
     `group_scores` of policy/selectors.py in float32: the log of the largest estimated share among the group's heads,
-    of the candidates, or of candidates and retained set together where the latter's weight is given.
+    of the candidates, or of candidates and retained set together where the latter's weight is given. Deviations raise
+    the shares of their heads.
 
     What bounds it: `page_scores`, read twice. One program reads those of a row and KV head.
 
     page_scores    [rows, q_heads, pages]     f32, -inf: no such page
     retained_lse   [rows, q_heads]            f32, log-sum-exp of the retained set
-    returns        [rows, kv_heads, pages]    f32, <= 0; -inf where there is no page
+    deviations     [rows, q_heads]            f32, standard deviation of an estimated score
+    returns        [rows, kv_heads, pages]    f32, <= 0 without deviations; -inf where there is no page
     """
     device = page_scores.device
     check_tensor("page_scores", page_scores, torch.float32, (None, None, None), device)
     rows, q_heads, pages = page_scores.shape
     group = group_size(q_heads, kv_heads)
-    if retained_lse is not None:
-        check_tensor("retained_lse", retained_lse, torch.float32, (rows, q_heads), device)
+    for name, of_heads in (("retained_lse", retained_lse), ("deviations", deviations)):
+        if of_heads is not None:
+            check_tensor(name, of_heads, torch.float32, (rows, q_heads), device)
     best = torch.empty(rows, kv_heads, pages, dtype=torch.float32, device=device)
     if best.numel():
         heads = block_group(group, least=1)
         _group_kernel[(rows, kv_heads)](
             page_scores,
             page_scores if retained_lse is None else retained_lse,
+            page_scores if deviations is None else deviations,
             best,
             pages,
             group=group,
             block_group=heads,
             tile=score_tile(heads),
             has_retained=retained_lse is not None,
+            has_deviations=deviations is not None,
             num_warps=SCORE_WARPS,
         )
     return best
@@ -178,12 +188,14 @@ def _score_kernel(
 def _group_kernel(
     page_scores,
     retained_lse,
+    deviations,
     best,
     num_pages,
     group: tl.constexpr,
     block_group: tl.constexpr,
     tile: tl.constexpr,
     has_retained: tl.constexpr,
+    has_deviations: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -208,6 +220,8 @@ def _group_kernel(
         total = total * tl.exp(peak - base) + tl.sum(tl.exp(scores - base[:, None]), axis=1)
         peak = new_peak
     log_mass = tl.where(total > 0, peak + tl.log(total), 0.0)
+    if has_deviations:
+        log_mass -= _ERROR_DEVIATIONS * tl.load(deviations + q_heads, mask=is_head, other=0.0)
     for start in range(0, num_pages, tile):
         pages = start + tl.arange(0, tile)
         scores = tl.load(
