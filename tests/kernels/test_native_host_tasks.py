@@ -21,7 +21,7 @@ def served(shape: Shape, tokens: int) -> tuple[ServedLayer, Request, torch.Tenso
     """A layer with one request, its block table and a query."""
     layer = ServedLayer(shape, num_blocks=tokens // shape.block_tokens + 8)
     request = layer.start()
-    layer.step([(request, tokens)], decode=False)
+    layer.step([(request, tokens)], attend=False)
     return (
         layer,
         request,

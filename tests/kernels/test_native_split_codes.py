@@ -82,7 +82,7 @@ def test_both_bits_weigh_as_codes_in_one_piece(isa: str, threads: int, head_dim:
     shape = Shape(num_q_heads=6, head_dim=head_dim, summary="split_codes", isa=isa, num_threads=threads)
     layer = ServedLayer(shape, num_blocks=150)
     request = layer.start()
-    layer.step([(request, 4500)])
+    layer.step([(request, 4500)], attend=False)
     table = torch.tensor(request.blocks, dtype=torch.int32)
     query = layer.random(6, head_dim)
     for first, end in ((0, 281), (3, 150), (7, 7)):
