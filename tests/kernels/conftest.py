@@ -1,14 +1,18 @@
 """What all kernel tests share: one torch thread, the same numbers every run, and each instruction set by name.
 
 All tensors are small, so one torch thread is faster, and it leaves the machine to the native pool.
+
+The instruction sets of a case follow each other, and so do its numbers of threads: they share what the references say
+(asked_once.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.kernels.asked_once import answers_kept, case_of
 from vllm_hybrid_sparse.kernels.paged_attention.native import supported_isas
 from vllm_hybrid_sparse.settings import ISAS
 
@@ -18,6 +22,21 @@ GEOMETRIES = {  # (query heads, KV heads, head_dim, block_tokens): groups of 1, 
     "g4-d80-b16": (8, 2, 80, 16),
     "g8-d128-b128": (8, 1, 128, 128),
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Bring the tests of a case together, where the first of them is."""
+    cases: dict[Hashable, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(case_of(item), []).append(item)
+    items[:] = [item for case in cases.values() for item in case]
+
+
+@pytest.fixture(autouse=True)
+def references_asked_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep what the references say until the next case."""
+    with answers_kept(case_of(request.node)):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.kernels.asked_once import asked_once
 from tests.kernels.served_layer import Request, ServedLayer, Shape, Step
 from tests.tolerances import SCORE_TIE, assert_close
 from vllm_hybrid_sparse.kernels.fluxion.native import fluxion_layer, native_predictor
@@ -17,7 +18,7 @@ from vllm_hybrid_sparse.kernels.fluxion.reference import (
 )
 from vllm_hybrid_sparse.kernels.paged_attention.reference import causal_attention
 from vllm_hybrid_sparse.policy.budget import GRANULARITIES
-from vllm_hybrid_sparse.predictor.features import FEATURES
+from vllm_hybrid_sparse.predictor.features import FEATURES, Anchor
 from vllm_hybrid_sparse.predictor.model import Predictor
 from vllm_hybrid_sparse.predictor.segments import Segments
 from vllm_hybrid_sparse.values import PAGE_TOKENS, PageRanking, RetainedSet, SelectionSpec
@@ -31,8 +32,12 @@ and values of two bytes are summed up as such by some instruction sets."""
 
 def some_predictor(shape: Shape, retained: RetainedSet, seed: int = 0) -> Predictor:
     """A random predictor, scaled by the features of such a layer: heads get unlike budgets, and a few stream."""
+    return asked_once(_scaled_predictor, replace(shape, dtype=torch.float32, isa="auto"), retained, seed)
+
+
+def _scaled_predictor(shape: Shape, retained: RetainedSet, seed: int) -> Predictor:
     states = fluxion_layer(native_predictor(constant_predictor(0.5)), layer=LAYER_INDEX, tau=TAU)
-    layer = ServedLayer(replace(shape, dtype=torch.float32, isa="auto"), num_blocks=80, seed=99, fluxion=states)
+    layer = ServedLayer(shape, num_blocks=80, seed=99, fluxion=states)
     requests = [layer.start() for _ in range(3)]
     for slot, request in enumerate(requests):
         request.slot = slot
@@ -65,6 +70,15 @@ def constant_predictor(base_budget: float, growth: float = 0.0, *, streams: bool
         predictor.outputs.weight.zero_()
         predictor.outputs.bias.copy_(torch.tensor([0.0, 0.0, 1.0 if streams else -1.0]))
     return predictor
+
+
+def decode(
+    sequence: FluxionSequence, query: Tensor, keys: Tensor, values: Tensor
+) -> tuple[FluxionStep | None, tuple[Anchor | None, int, int, Tensor | None]]:
+    """What `sequence.decode` returns, and the state in which it leaves a sequence; this one stays as it is."""
+    after = replace(sequence)
+    step = after.decode(query, keys, values)
+    return step, (after.anchor, after.anchor_tokens, after.tokens, after.last_query)
 
 
 class MirroredFluxion:
@@ -143,15 +157,15 @@ class MirroredFluxion:
     def _expect(self, index: int, request: Request, query: Tensor, decodes: bool) -> Tensor:
         """Compare all that led to the rows' output, and return what that output should be."""
         sequence = self.sequences[request.slot]
-        exact = causal_attention(query, request.key, request.value, sequence.scale)
         if not decodes:
             sequence.append(query[-1], len(request.key))
-            return exact
+            return asked_once(causal_attention, query, request.key, request.value, sequence.scale)
         keys, values = request.key.transpose(0, 1), request.value.transpose(0, 1)
-        result = sequence.decode(query[0], keys, values)
+        result, state = asked_once(decode, sequence, query[0], keys, values)
+        sequence.anchor, sequence.anchor_tokens, sequence.tokens, sequence.last_query = state
         self.steps.append(result)
         if result is None:
-            return exact
+            return asked_once(causal_attention, query, request.key, request.value, sequence.scale)
         assert self.layer.fluxion is not None
         assert self.layer.fluxion.anchor_tokens(request.slot) == sequence.anchor_tokens
         features = self._compare_features(index, request, result)
@@ -164,9 +178,15 @@ class MirroredFluxion:
             wanted = int(chosen.granularity[kv_head]), chosen.blocks[kv_head].tolist()
             if (budgets := self.layer.attention.last_budgets(index, kv_head)) != wanted:
                 self.excuses.append(f"budgets {budgets}, not {wanted}")
-            pages = self._compare_pages(index, kv_head, sequence, rows[kv_head], keys[kv_head], *budgets)
+            # With the reference's own budgets, the reference has ranked and attended already.
+            own = budgets == (int(result.budgets.granularity[kv_head]), result.budgets.blocks[kv_head].tolist())
+            ranked = result.pages[kv_head] if own else None
+            pages = self._compare_pages(index, kv_head, sequence, rows[kv_head], keys[kv_head], *budgets, ranked)
             self.pages[-1].append(pages)
-            out.append(sequence.attend(rows[kv_head], keys[kv_head], values[kv_head], pages, *budgets))
+            if pages == ranked:
+                out.append(result.out.reshape(rows.shape)[kv_head])
+            else:
+                out.append(sequence.attend(rows[kv_head], keys[kv_head], values[kv_head], pages, *budgets))
         return torch.cat(out)[None]
 
     def _compare_features(self, index: int, request: Request, result: FluxionStep) -> Tensor:
@@ -194,12 +214,17 @@ class MirroredFluxion:
         key: Tensor,
         granularity: int,
         blocks: list[int],
+        ranked: list[int] | None,
     ) -> list[int]:
-        """Check that the pages read are those of the best blocks, and return them."""
+        """Check that the pages read are those of the best blocks, and return them.
+
+        ranked   the pages of the best blocks, if known
+        """
         segments = Segments.of(self.retained, len(key))
         pages = self.layer.attention.last_plan(index, kv_head)
         if granularity == 0:
             assert not pages
+        if granularity == 0 or pages == ranked:
             return pages
         scores, best = sequence.rank(query, key[segments.host], granularity, blocks)
         first_page, size = segments.sink_end // PAGE_TOKENS, granularity // PAGE_TOKENS

@@ -135,6 +135,7 @@ class ServedLayer:
         key_offset: float = 0.0,
         tokens: Tensor | None = None,
         sinks: Tensor | None = None,
+        attend: bool = True,
     ) -> Step:
         """Append tokens, `rows` = (request, how many), and attend; single rows decode if `decode`.
 
@@ -142,6 +143,7 @@ class ServedLayer:
         key_offset   added to the keys
         sinks        [q_heads] f32  learned sinks, None: there are none
         tokens       [tokens, q_heads + 2 kv_heads, head_dim]  their queries, keys and values; by default random
+        attend       whether rows attend; otherwise the output stays NaN
         """
         selection, retained = selection or SelectionSpec(), retained or RetainedSet()
         shape, query_lens = self.shape, [query_len for _, query_len in rows]
@@ -165,7 +167,7 @@ class ServedLayer:
         requests = [request for request, _ in rows]
         decode_mask = [decode and query_len == 1 for query_len in query_lens]
         output = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
-        batch = self.batch(requests, query_lens, decode_mask, slots)
+        batch = self.batch(requests, query_lens, decode_mask, slots) if attend else storing_batch(slots)
         given = (query, key, value, self.kv_cache, batch, selection, retained, output, self.hgca, self.fluxion)
         self.attention.forward(*given, *(() if sinks is None else (sinks,)))
         return Step(requests, query_lens, decode_mask, query, output, selection, retained)
@@ -200,3 +202,14 @@ class ServedLayer:
             request.blocks.append(self.free_blocks.pop(0))
         positions = range(start, start + num_tokens)
         return [request.blocks[p // block_tokens] * block_tokens + p % block_tokens for p in positions]
+
+
+def storing_batch(slots: Sequence[int]) -> NativeBatch:
+    """A batch of tokens that are stored at `slots` and not attended: each is a row of length zero."""
+    return NativeBatch.from_tensors(
+        torch.arange(len(slots) + 1, dtype=torch.int32),
+        torch.zeros(len(slots), dtype=torch.int32),
+        torch.full((1, 1), -1, dtype=torch.int32).expand(len(slots), 1),
+        torch.tensor(slots, dtype=torch.int64),
+        torch.ones(len(slots), dtype=torch.bool),
+    )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.kernels.asked_once import asked_once
 from tests.kernels.served_layer import ServedLayer, Step
 from tests.tolerances import CODE_TIE, SCORE_TIE, THRESHOLD_TIE, assert_close
 from vllm_hybrid_sparse.kernels.key_codes.reference import (
@@ -31,7 +32,8 @@ from vllm_hybrid_sparse.policy.selectors import SpecSelector, group_scores
 
 def reference(layer: ServedLayer, step: Step) -> BatchResult:
     """What a step should have done."""
-    return paged_attention(
+    return asked_once(
+        paged_attention,
         step.query,
         [request.key for request in step.requests],
         [request.value for request in step.requests],

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from tests.kernels.asked_once import asked_once
 from tests.kernels.served_layer import Request, ServedLayer, Shape
 from tests.tolerances import CODE_TIE, SCORE_TIE, assert_close
 from vllm_hybrid_sparse.errors import KernelError
@@ -21,7 +22,7 @@ def served(shape: Shape, tokens: int) -> tuple[ServedLayer, Request, torch.Tenso
     """A layer with one request, its block table and a query."""
     layer = ServedLayer(shape, num_blocks=tokens // shape.block_tokens + 8)
     request = layer.start()
-    layer.step([(request, tokens)], decode=False)
+    layer.step([(request, tokens)], attend=False)
     return (
         layer,
         request,
@@ -43,13 +44,13 @@ def test_a_group_attends_to_the_pages_that_are_named(
         listed = torch.tensor(pages, dtype=torch.int32)
         state = attend_pages(layer.attention, group, layer.kv_cache, table, kv_head, listed, 1003)
         key, value = request.key[:, kv_head], request.value[:, kv_head]
-        out, lse = reference_attention(group, key, value, pages, shape.scale)
+        out, lse = asked_once(reference_attention, group, key, value, pages, shape.scale)
         assert_close(state.out, out.nan_to_num(), dtype)
         if not pages:
             assert state.lse.tolist() == [-torch.inf] * heads
             assert state.lightest_lse.tolist() == [torch.inf] * heads
             continue
-        by_page = [reference_attention(group, key, value, [page], shape.scale)[1] for page in pages]
+        by_page = [asked_once(reference_attention, group, key, value, [page], shape.scale)[1] for page in pages]
         torch.testing.assert_close(state.lse.double(), lse, rtol=0, atol=2e-2 if dtype != torch.float32 else 1e-4)
         lightest = torch.stack(by_page).amin(dim=0)
         torch.testing.assert_close(
@@ -150,7 +151,8 @@ def test_scores_of_key_codes_over_many_pages_are_the_reference_s(isa: str, code_
         scores = score_pages(layer.attention, query, layer.kv_cache, table, first, end)
         for kv_head in (0, 1):
             keys, heads = request.key[16 * first : 16 * end, kv_head], slice(3 * kv_head, 3 * kv_head + 3)
-            expected = estimate_weights(query[heads], encode_keys(keys, code_bits), shape.scale)
+            codes = asked_once(encode_keys, keys, code_bits)
+            expected = asked_once(estimate_weights, query[heads], codes, shape.scale)
             torch.testing.assert_close(scores[heads].double(), expected, rtol=0, atol=CODE_TIE)
 
 

@@ -53,7 +53,7 @@ def decode_steps(
     """Decode some steps of requests and check each. Returns the rows whose plans were within rounding of another."""
     layer = ServedLayer(shape, num_blocks=(sum(lengths) + 70) // shape.block_tokens + 4)
     rows = [(layer.start(), length) for length in lengths]
-    layer.step(rows)
+    layer.step(rows, attend=False)
     excuses = []
     for _ in range(steps):
         step = layer.step(

@@ -48,7 +48,7 @@ class Rows:
     def __init__(self, shape: Shape, log_weight: float) -> None:
         self.layer = ServedLayer(shape, num_blocks=sum(LENGTHS) // shape.block_tokens + 20)
         self.requests = [self.layer.start() for _ in LENGTHS]
-        self.layer.step(list(zip(self.requests, LENGTHS, strict=True)), decode=False)
+        self.layer.step(list(zip(self.requests, LENGTHS, strict=True)), attend=False)
         self.query = 3 * self.layer.random(len(LENGTHS), shape.num_q_heads, shape.head_dim)
         self.tables = [torch.tensor(request.blocks, dtype=torch.int32) for request in self.requests]
         self.retained_lse = log_weight + torch.rand(self.query.shape[:2], generator=self.layer.generator)

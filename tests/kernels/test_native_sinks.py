@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.asked_once import asked_once
 from tests.kernels.served_layer import ServedLayer, Shape, Step
 from tests.tolerances import assert_close
 from vllm_hybrid_sparse.errors import KernelError
@@ -25,7 +26,10 @@ def expected(layer: ServedLayer, step: Step, sinks: torch.Tensor) -> torch.Tenso
     pairs = zip(step.query.split(step.query_lens), step.requests, strict=True)
     shape = layer.shape
     return torch.cat(
-        [causal_attention(query, of.key, of.value, shape.scale, shape.sliding_window, sinks) for query, of in pairs]
+        [
+            asked_once(causal_attention, query, of.key, of.value, shape.scale, shape.sliding_window, sinks)
+            for query, of in pairs
+        ]
     )
 
 

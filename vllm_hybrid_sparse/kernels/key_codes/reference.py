@@ -5,6 +5,7 @@ their page's mean, and kept as the signs of their elements and, with two bits, w
 key makes the estimate of its inner product with any query unbiased over the rotations.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -47,8 +48,9 @@ class KeyCodes(NamedTuple):
     bits: int
 
 
+@functools.cache
 def rotation(head_dim: int) -> Tensor:
-    """The orthogonal matrix R of the rotation, R x being the rotated x; [head_dim, head_dim] f64.
+    """The orthogonal matrix R of the rotation, R x being the rotated x; [head_dim, head_dim] f64. Not to be written to.
 
     Fixed random signs, then a Hadamard transform of each piece, the largest powers of two that head_dim splits into.
     """
