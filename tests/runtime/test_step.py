@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.served_layer import Shape
+from tests.kernels.served_layer import ServedLayer, Shape
 from tests.kernels.step_checks import check_step
 from tests.runtime.broken_pages import break_pages
 from tests.runtime.tiered_layer import TieredModel
+from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError, KernelError, LoadError
 from vllm_hybrid_sparse.runtime import tiers
 from vllm_hybrid_sparse.runtime.host_side import HostSide
+from vllm_hybrid_sparse.runtime.tiers import DeviceTier
 
 SMALL = {"sink_tokens": 16, "window_tokens": 32}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -131,6 +133,22 @@ def test_a_pool_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPat
         serve(model, (17,), steps=1)
     with pytest.raises(ConfigError, match=r"^hybrid_sparse\.device_pool_pages=65: must be at most 64, pages of"):
         TieredModel({**settings, "device_pool_pages": 65})
+
+
+def test_a_pool_that_a_gpu_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranking takes codes and places of all pages of the store from the same memory. The GPU is pretended."""
+    settings = HybridSparseConfig.from_mapping({"device": "cuda", "device_pool_pages": 65})
+    layer = ServedLayer(Shape(summary="key_codes"), num_blocks=10)
+    kernel, layout, gpu = layer.attention, layer.shape.layout, torch.device("cuda", 1)
+    stored_pages = 10 * kernel.num_kv_heads * layout.pages_per_block
+    of_pages = {"mem_get_info": (64 * layout.page_bytes, 1 << 40), "memory_reserved": 700, "memory_allocated": 600}
+    ranking_bytes = stored_pages * (layout.summary_bytes + 4)
+    for name, value in of_pages.items():
+        monkeypatch.setattr(torch.cuda, name, {gpu: value}.__getitem__)
+    least = 64 - -(-(ranking_bytes - 100) // layout.page_bytes)
+    rule = rf"device_pool_pages=65: must be at most {least}, pages of .* of GPU memory .* beside .* for ranking"
+    with pytest.raises(ConfigError, match=rule):
+        DeviceTier(settings, [layer.kv_cache], kernel, device=gpu)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

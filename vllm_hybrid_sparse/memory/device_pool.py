@@ -42,6 +42,12 @@ class PoolShape:
         return self.capacity_pages if self.unified else self.capacity_pages // self.layers
 
 
+def free_device_bytes(device: torch.device) -> int:
+    """Memory of a GPU that may still be taken: what the driver has left, and what torch holds without using it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 class DevicePool:
     """The slots, and which pages they hold. Only the loader's thread calls methods that change it
     (`memory/transfers.py`).

@@ -120,7 +120,7 @@ def pin(tensor: Tensor, runtime: Any = None) -> None:
     if code != 0:
         raise ConfigError(
             f"kv_cache_memory_bytes={storage.nbytes()}: the driver refused to pin so much host memory (CUDA error "
-            f"{code}); give less, or let the process lock more (`ulimit -l`, in a container its memory limit)"
+            f"{code}); give less, or raise what the process may lock (`ulimit -l`) or, in a container, its memory limit"
         )
 
 

@@ -16,7 +16,7 @@ from vllm_hybrid_sparse.errors import ConfigError, KernelError
 from vllm_hybrid_sparse.kernels.fallbacks import count_fallback
 from vllm_hybrid_sparse.kernels.paged_attention.native import DTYPE_NAMES, NativeAttention
 from vllm_hybrid_sparse.memory.block_frames import FrameShape
-from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape
+from vllm_hybrid_sparse.memory.device_pool import DevicePool, PoolShape, free_device_bytes
 from vllm_hybrid_sparse.memory.host_pages import HostPages
 from vllm_hybrid_sparse.memory.layout import BlockLayout
 from vllm_hybrid_sparse.memory.page_keys import block_page_numbers
@@ -91,8 +91,9 @@ class DeviceTier:
             unified=settings.device_pool == "unified",
         )
         least = check_pool_pages(settings, shape.capacity_pages, shape.layers)
-        if device is None:
-            _check_pool_memory(shape.capacity_pages, attention.layout.page_bytes)
+        if settings.device_pool_pages is not None:
+            directory_bytes = self._directory_bytes(stored_pages) if self._ranks and device is not None else 0
+            _check_pool_memory(shape.capacity_pages, attention.layout.page_bytes, device, directory_bytes)
         self.pool, self.device = open_device(shape, device)
         self.loader = Loader(self.pool)
         self.side = DeviceSide(self.loader, self.device)
@@ -395,13 +396,22 @@ def check_pool_pages(settings: HybridSparseConfig, pages: int, layers: int) -> i
     return least
 
 
-def _check_pool_memory(pages: int, page_bytes: int) -> None:
-    """ConfigError if the slots of an emulated device take more than the host memory that there is."""
-    available = available_bytes()
-    if pages * page_bytes > available:
+def _check_pool_memory(pages: int, page_bytes: int, device: torch.device | None, directory_bytes: int) -> None:
+    """ConfigError if the slots that the settings ask for take more memory than there is.
+
+    device            None, or in CPU memory: emulated
+    directory_bytes   of the memory, what ranking takes in addition
+    """
+    if device is not None and device.type == "cuda":
+        available, kind = free_device_bytes(device), "GPU"
+    else:
+        available, kind = available_bytes(), "host"
+    if pages * page_bytes + directory_bytes > available:
+        beside = f" beside {directory_bytes / 2**30:.1f} GiB for ranking" if directory_bytes else ""
         raise ConfigError(
-            f"hybrid_sparse.device_pool_pages={pages}: must be at most {available // page_bytes}, pages of "
-            f"{page_bytes} bytes in the {available / 2**30:.1f} GiB of host memory that are available"
+            f"hybrid_sparse.device_pool_pages={pages}: must be at most "
+            f"{max(0, available - directory_bytes) // page_bytes}, pages of {page_bytes} bytes in the "
+            f"{available / 2**30:.1f} GiB of {kind} memory that are available{beside}"
         )
 
 
