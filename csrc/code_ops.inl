@@ -28,6 +28,7 @@ struct CodeTileArgs {
   int head_dim;
   int code_bits;
   int64_t row_stride;  // of the scores
+  int64_t page_bytes;  // from the codes of a page to those of the next
 };
 
 // Where a tile fetches summaries of a later block ahead, one for each of its pages: for its even pages from one run of bytes, for
@@ -109,8 +110,9 @@ static void encode_query(const void* query, int head_dim, float scale, void* out
 
 // Encodes the keys of a full page, minus `common` [head_dim] if it is not null; layout.h has the layout.
 template <class T>
-static void encode_page(const char* page, char* out, int head_dim, int code_bits, const float* common) {
+static void encode_page(const char* page, char* out, const Layout& layout, const float* common) {
   using Element = typename T::Element;
+  const int head_dim = layout.head_dim, code_bits = layout.code_bits;
   alignas(64) float x[kMaxHeadDim][kPageTokens];
   float mean[kMaxHeadDim];
   const Element* keys = reinterpret_cast<const Element*>(page);
@@ -127,7 +129,7 @@ static void encode_page(const char* page, char* out, int head_dim, int code_bits
   }
   const uint16_t step_bits = float_to_bf16(largest / kMeanLevels);
   const float step = bf16_to_float(step_bits);
-  const CodeLayout at(head_dim, code_bits);
+  const CodeLayout at(head_dim, code_bits, element_bytes(layout.dtype));
   for (int d = 0; d < head_dim; d += 2) {
     int level[2];
     for (int i = 0; i < 2; ++i) {
@@ -262,7 +264,7 @@ static inline void code_tile(const CodeTileArgs& args, const void* const* rows, 
   constexpr float kTop = (1 << Bits) - 1;
   const int head_dim = HeadDim > 0 ? HeadDim : args.head_dim;
   const CodeLayout at(head_dim, Bits);
-  const int64_t bytes = at.bytes;
+  const int64_t bytes = HeadDim > 0 ? at.bytes : args.page_bytes;
   const CodeQuery* queries[Rows];
   for (int r = 0; r < Rows; ++r) queries[r] = static_cast<const CodeQuery*>(rows[r]);
   if (ahead)  // what follows the codes; the codes are fetched a line at a time, so that requests to memory never queue up

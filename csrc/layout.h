@@ -8,9 +8,9 @@
 //   K part   bf16, e4m3: [head_dim/2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
 //   V part   bf16, e4m3: [8 token pairs][head_dim][2 tokens]  f16, f32: [16 tokens][head_dim]
 //   summary  minmax: [max: head_dim][min: head_dim]     cuboid_mean: [centre: head_dim]
-//            key_codes: the same for every dtype. Lines of 64 bytes [16 tokens][4 bytes], a byte holding 8 / code_bits dims
+//            key_codes: the same for every dtype, but for what follows them. Lines of 64 bytes [16 tokens][4 bytes], a byte holding 8 / code_bits dims
 //            from its lowest bits on; then the page's mean with four bits a dim, a byte a token, and two bf16: the units of
-//            these bytes and of the mean. The last byte says whether a common key was subtracted from the keys (CodeLayout)
+//            these bytes and of the mean; then a byte that says whether a common key was subtracted from the keys (CodeLayout)
 //            split_codes: key codes of two bits in two parts, so that their signs can be read alone (split_codes.h)
 //            none: nothing
 // One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no horizontal sum.
@@ -36,17 +36,21 @@ inline constexpr int element_bytes(DType dtype) { return dtype == DType::f32 ? 4
 // Bytes an element of keys and values in pages.
 inline constexpr int stored_bytes(DType dtype) { return dtype == DType::e4m3 ? 1 : element_bytes(dtype); }
 
-// Where the parts of a page's key codes lie, in bytes from their start; lines of codes come first. `bytes` is whole cache lines.
+// Where the parts of a page's key codes lie, in bytes from their start; lines of codes come first.
 struct CodeLayout {
   int lines;
   int64_t mean;     // [head_dim / 2], the lower dim in the lower four bits
   int64_t factors;  // [16 tokens] uint8
   int64_t units;    // bf16 of the factors, bf16 of the mean
+  int64_t less_common;  // one byte, with key codes
+  // Whole cache lines. With elements of two bytes half a line less of padding where it is to spare and whole lines would be more
+  // than 8 % of keys and values, 64 * head_dim bytes.
   int64_t bytes;
-  int64_t less_common;  // the last byte; nothing else uses it, as bytes - (units + 4) is a multiple of 4 and not 0
-  CodeLayout(int head_dim, int code_bits)
+  CodeLayout(int head_dim, int code_bits, int element_bytes = 4)
       : lines((head_dim * code_bits + 31) / 32), mean(int64_t{64} * lines), factors(mean + head_dim / 2),
-        units(factors + kPageTokens), bytes((units + 4 + 63) / 64 * 64), less_common(bytes - 1) {}
+        units(factors + kPageTokens), less_common(units + 4), bytes((less_common + 64) / 64 * 64) {
+    if (element_bytes == 2 && 100 * bytes > 8 * int64_t{64} * head_dim) bytes = (less_common + 32) / 32 * 32;
+  }
 };
 
 struct Layout {
@@ -62,7 +66,9 @@ struct Layout {
   int summary_elements() const { return summary == Summary::minmax ? 2 * head_dim : head_dim; }
   int64_t summary_bytes() const {
     if (summary == Summary::none) return 0;
-    return has_codes() ? CodeLayout(head_dim, code_bits).bytes : int64_t{summary_elements()} * element_bytes(dtype);
+    if (summary == Summary::split_codes) return CodeLayout(head_dim, code_bits).bytes;  // both parts in whole lines
+    if (summary == Summary::key_codes) return CodeLayout(head_dim, code_bits, element_bytes(dtype)).bytes;
+    return int64_t{summary_elements()} * element_bytes(dtype);
   }
   // With split codes, those of summary_bytes that the fine part takes; else 0.
   int64_t fine_bytes() const { return summary == Summary::split_codes ? int64_t{64} * CodeLayout(head_dim, 1).lines : 0; }

@@ -146,7 +146,7 @@ static void write_page(char* page, int offset, int count, int head_dim, const vo
 template <class T>
 static void summarize(const char* page, char* out, const Layout& layout, const float* common) {
   const int head_dim = layout.head_dim;
-  if (layout.has_codes()) return encode_page<T>(page, out, head_dim, layout.code_bits, common);
+  if (layout.has_codes()) return encode_page<T>(page, out, layout, common);
   using Element = typename T::Element;
   const Element* keys = reinterpret_cast<const Element*>(page);
   Element* result = reinterpret_cast<Element*>(out);

@@ -71,7 +71,7 @@ static inline void score_row_tile(const ScoreArgs& args, const void* const* quer
 template <class T>
 static void score_chunk(const ScoreArgs& args, int first_page, int num_pages, float* means, float* steps) {
   const PageTable& table = args.table;
-  const CodeTileArgs code_args = {args.head_dim, args.code_bits, args.row_stride};
+  const CodeTileArgs code_args = {args.head_dim, args.code_bits, args.row_stride, args.table.summary_bytes};
   const int per_block = table.pages_per_block;
   const int64_t head_bytes = per_block * table.summary_bytes;
   const int64_t half_block = args.heads * head_bytes / 2;

@@ -34,6 +34,7 @@ MICROBATCHES_IN_FLIGHT = 2
 """On a device a group has one microbatch that is attended and one that is loaded meanwhile (PSA, section 3.3)."""
 
 _CACHE_LINE_BYTES = 64
+_MOST_SUMMARY_SHARE = 0.08  # of keys and values in two bytes an element
 
 _RATIO_SLACK_PAGES = 1e-9
 """`ratio * candidates` may exceed a whole number by this much without costing a page: 0.07 * 100 is
@@ -53,15 +54,23 @@ def head_dim_rule(most: int = MAX_HEAD_DIM) -> str:
 def summary_bytes(summary: str, head_dim: int, element_bytes: int, code_bits: int) -> int:
     """Bytes of the summary of one page of one KV head, a multiple of 16 elements.
 
-    For key_codes it does not depend on the KV dtype. First come code_bits for every dimension of 16 keys, in whole
-    cache lines. Then come four bits per dimension of their mean, a byte for each key and two bf16 numbers, together in
-    whole cache lines again. split_codes take as much as key codes of two bits; `fine_bytes` of that are the part that
-    is read of few pages only.
+    For key_codes first come code_bits for every dimension of 16 keys, in whole cache lines. Then come four bits per
+    dimension of their mean, a byte for each key, two bf16 numbers and one byte, together in whole cache lines again.
+    Half a line of padding less is enough for elements of two bytes where this would be more than 8 % of the keys and
+    values. split_codes take whole lines; `fine_bytes` of them are the part that is read of few pages only.
     """
     if summary not in ("key_codes", "split_codes"):
         return SUMMARY_VECTORS[summary] * head_dim * element_bytes
-    codes = _whole_lines(PAGE_TOKENS * head_dim * code_bits // 8)
-    return codes + _whole_lines(head_dim // 2 + PAGE_TOKENS + 4)
+    codes = _multiple(PAGE_TOKENS * head_dim * code_bits // 8, _CACHE_LINE_BYTES)
+    rest = head_dim // 2 + PAGE_TOKENS + 5
+    whole = codes + _multiple(rest, _CACHE_LINE_BYTES)
+    if (
+        summary == "key_codes"
+        and element_bytes == 2
+        and whole > _MOST_SUMMARY_SHARE * 2 * PAGE_TOKENS * head_dim * element_bytes
+    ):
+        return codes + _multiple(rest, _CACHE_LINE_BYTES // 2)
+    return whole
 
 
 def fine_bytes(summary: str, head_dim: int) -> int:
@@ -69,8 +78,8 @@ def fine_bytes(summary: str, head_dim: int) -> int:
     return PAGE_TOKENS * head_dim // 8 if summary == "split_codes" else 0
 
 
-def _whole_lines(size: int) -> int:
-    return -(-size // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
+def _multiple(size: int, of: int) -> int:
+    return -(-size // of) * of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

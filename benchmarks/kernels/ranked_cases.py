@@ -58,7 +58,7 @@ def code_cases(machine: Machine, rows: int, pages: int) -> Iterator[Case]:
         encode()
         checked = [*range(_CHECKED_PAGES), *range(store_pages - _CHECKED_PAGES, store_pages)]
         keys = [machine.stored(of_head[checked])[0] for of_head in offsets.view(machine.kv_heads, store_pages)]
-        wanted = torch.stack([pack_codes(encode_keys(of_head, _CODE_BITS)) for of_head in keys])
+        wanted = torch.stack([pack_codes(encode_keys(of_head, _CODE_BITS), machine.dtype.itemsize) for of_head in keys])
         wrong_bytes = float((codes[:, checked].cpu() != wanted).double().mean())
         expected = code_scores.score_codes(
             query[[0, -1]].cpu(),

@@ -22,7 +22,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
 @pytest.mark.parametrize("isa", supported_isas())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 112, 128, 256])
 @pytest.mark.parametrize("code_bits", [1, 2])
 def test_stored_codes_are_the_reference_s(isa: str, dtype: torch.dtype, head_dim: int, code_bits: int) -> None:
     shape = Shape(isa=isa, dtype=dtype, head_dim=head_dim, summary="key_codes", code_bits=code_bits)
@@ -36,7 +36,7 @@ def test_stored_codes_are_the_reference_s(isa: str, dtype: torch.dtype, head_dim
         full_pages = min(shape.layout.pages_per_block, len(request.key) // 16 - index * shape.layout.pages_per_block)
         keys = request.key[index * shape.block_tokens :][: 16 * full_pages]
         for head in range(shape.num_kv_heads):
-            expected = pack_codes(encode_keys(keys[:, head], code_bits))
+            expected = pack_codes(encode_keys(keys[:, head], code_bits), keys.element_size())
             differing += int((stored[head, :full_pages] != expected).sum())
             total += expected.numel()
     assert differing <= 0.002 * total  # a float32 sum on the edge of two codes
@@ -92,7 +92,7 @@ def test_wide_heads(isa: str, dtype: torch.dtype, code_bits: int) -> None:
     assert len(decode_steps(shape, ESTIMATED, sharpness=2.0, steps=3)) <= 2  # of 12 rows
 
 
-@pytest.mark.parametrize("head_dim", [16, 80, 128, 256, 512])
+@pytest.mark.parametrize("head_dim", [16, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("code_bits", [1, 2])
 @pytest.mark.parametrize("block_tokens", [16, 128])
 @pytest.mark.parametrize("num_threads", [1, 2])

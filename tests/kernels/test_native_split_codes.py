@@ -73,8 +73,8 @@ def test_two_parts_take_the_bytes_of_one_piece(head_dim: int) -> None:
     assert (
         coarse.shape[1] + fine.shape[1]
         == size
-        == summary_bytes("key_codes", head_dim, 2, 2)
-        == len(pack_codes(codes)[0])
+        == summary_bytes("key_codes", head_dim, 4, 2)  # in whole lines
+        == len(pack_codes(codes, element_bytes=4)[0])
     )
 
 

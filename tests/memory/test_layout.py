@@ -97,14 +97,27 @@ def test_sizes_in_bytes() -> None:
     assert layout.head_block_bytes == 8 * (4096 + 256)
 
 
-@pytest.mark.parametrize(("head_dim", "code_bits", "size"), [(64, 1, 192), (64, 2, 320), (128, 1, 384), (128, 2, 640)])
-def test_sizes_of_key_codes_in_bytes(head_dim: int, code_bits: int, size: int) -> None:
-    layout = BlockLayout(dtype="bf16", head_dim=head_dim, block_tokens=128, summary="key_codes", code_bits=code_bits)
+@pytest.mark.parametrize(
+    ("head_dim", "code_bits", "dtype", "size"),
+    [
+        (64, 1, "bf16", 192),
+        (64, 2, "bf16", 320),
+        (96, 1, "bf16", 320),
+        (96, 2, "bf16", 480),
+        (96, 2, "e4m3", 480),
+        (96, 2, "f32", 512),
+        (128, 1, "bf16", 384),
+        (128, 2, "bf16", 640),
+        (128, 2, "e4m3", 640),
+    ],
+)
+def test_sizes_of_key_codes_in_bytes(head_dim: int, code_bits: int, dtype: str, size: int) -> None:
+    layout = BlockLayout(dtype=dtype, head_dim=head_dim, block_tokens=128, summary="key_codes", code_bits=code_bits)
     assert layout.summary_bytes == size
 
 
-# Percent of the bytes of keys and values in bf16, by (head_dim, code_bits): whole cache lines cost small pages more.
-OVER_EIGHT_PERCENT = {(16, 1): 12.5, (16, 2): 12.5, (32, 2): 9.38, (48, 2): 8.33, (96, 2): 8.33, (112, 2): 8.04}
+# Percent of the bytes of keys and values in bf16, by (head_dim, code_bits): cache lines cost small pages more.
+OVER_EIGHT_PERCENT = {(16, 1): 9.38, (16, 2): 9.38, (32, 2): 9.38, (48, 2): 8.33}
 
 
 @pytest.mark.parametrize("head_dim", range(16, MAX_HEAD_DIM + 1, 16))

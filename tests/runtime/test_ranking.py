@@ -84,7 +84,8 @@ def check_codes(model: TieredModel, *requests: list[Request]) -> None:
             full = len(request.key) // 16
             pages = [request.blocks[page // of_block] * of_block + page % of_block for page in range(full)]
             for head in range(layer.shape.num_kv_heads if full else 0):
-                wanted = pack_codes(encode_keys(request.key[: 16 * full, head], codes.code_bits))
+                keys = request.key[: 16 * full, head]
+                wanted = pack_codes(encode_keys(keys, codes.code_bits), keys.element_size())
                 assert float((codes.codes[index, head, pages] != wanted).float().mean()) < 0.01
 
 

@@ -144,7 +144,7 @@ class BlockLayout:
             codes = [pack_split_codes(encode_keys(head, CODE_BITS[-1])) for head in keys]
             parts += [torch.stack(part) for part in zip(*codes, strict=True)]
         elif self.summary == "key_codes":
-            parts += [pack_codes(encode_keys(head, self.code_bits)) for head in keys]
+            parts += [pack_codes(encode_keys(head, self.code_bits), self.row_dtype.itemsize) for head in keys]
         elif self.summary != "none":
             parts += [_bytes(summarize_pages(head, self.summary)) for head in keys]
         return torch.cat([part.flatten() for part in parts]).view(self.torch_dtype)

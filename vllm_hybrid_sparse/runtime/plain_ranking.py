@@ -39,7 +39,7 @@ def encode_pages(
     pack = packed_together(host.dtype)
     elements = host[page_offsets[:, None] + torch.arange(PAGE_TOKENS * head_dim)]
     keys = elements.view(-1, head_dim // pack, PAGE_TOKENS, pack).transpose(1, 2).reshape(-1, head_dim)
-    codes[places] = pack_codes(encode_keys(keys, code_bits))
+    codes[places] = pack_codes(encode_keys(keys, code_bits), keys.element_size())
 
 
 def score_codes(

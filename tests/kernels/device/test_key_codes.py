@@ -79,10 +79,10 @@ def encode_at(
 def check_codes(actual: Tensor, keys: Tensor, code_bits: int) -> None:
     """The reference's bytes but for a few: a float32 sum on the edge of two values, which then are neighbours."""
     head_dim = keys.shape[1]
-    expected = pack_codes(encode_keys(keys, code_bits))
+    expected = pack_codes(encode_keys(keys, code_bits), keys.element_size())
     assert (actual != expected).sum() <= 0.002 * expected.numel()
     mine, wanted = (unpack_codes(one, head_dim, code_bits) for one in (actual, expected))
-    assert torch.equal(pack_codes(mine), actual)  # no bit is set where the layout has none
+    assert torch.equal(pack_codes(mine, keys.element_size()), actual)  # no bit is set where the layout has none
     assert (mine.mean.int() - wanted.mean.int()).abs().max() <= 1
     assert (mine.factors.int() - wanted.factors.int()).abs().max() <= 1
     for unit, other in ((mine.mean_unit, wanted.mean_unit), (mine.factor_unit, wanted.factor_unit)):

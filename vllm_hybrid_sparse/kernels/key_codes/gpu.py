@@ -40,11 +40,11 @@ class CodeWords(NamedTuple):
     mean_word: int  # the first of head_dim / 8
     factor_word: int  # the first of 4
     unit_word: int  # the only one: bf16 unit of the factors, bf16 unit of the mean; zeros follow
-    code_words: int  # of a page
+    code_words: int  # of a page, with elements of as many bytes as are asked for
 
     @classmethod
-    def of(cls, head_dim: int, code_bits: int) -> "CodeWords":
-        """The same for every KV dtype. Raises KernelError for code_bits other than 1 and 2."""
+    def of(cls, head_dim: int, code_bits: int, element_bytes: int) -> "CodeWords":
+        """Raises KernelError for code_bits other than 1 and 2."""
         if code_bits not in CODE_BITS:
             raise KernelError(f"code_bits={code_bits}: must be 1 or 2")
         lines = -(-head_dim * code_bits // 32)
@@ -55,7 +55,7 @@ class CodeWords(NamedTuple):
             mean_word=mean_word,
             factor_word=factor_word,
             unit_word=factor_word + PAGE_TOKENS // 4,
-            code_words=summary_bytes("key_codes", head_dim, 0, code_bits) // 4,
+            code_words=summary_bytes("key_codes", head_dim, element_bytes, code_bits) // 4,
         )
 
 
@@ -151,9 +151,13 @@ def check_codes(
 ) -> tuple[Tensor, CodeWords]:
     """Return codes as the kernels take them, in words of 32 bits, and where these hold what. Raises KernelError.
 
-    codes     [*leading, bytes] uint8; `leading` has None where any size will do
+    codes     [*leading, bytes] uint8; `leading` has None where any size will do, bytes are those of elements of two
+              or four bytes
     """
-    layout = CodeWords.of(check_head_dim(head_dim), code_bits)
+    check_head_dim(head_dim)
+    layout, other = (CodeWords.of(head_dim, code_bits, element_bytes) for element_bytes in (4, 2))
+    if codes.dim() and codes.shape[-1] == 4 * other.code_words:
+        layout = other
     check_tensor("codes", codes, torch.uint8, (*leading, 4 * layout.code_words), codes.device)
     if codes.data_ptr() % 16:
         raise KernelError(f"codes={list(codes.shape)} at {codes.data_ptr():#x}: must be aligned to 16 bytes")

@@ -155,8 +155,11 @@ def score_deviation(query: Tensor, codes: KeyCodes, scale: float) -> Tensor:
     return scale * code_deviation(codes.bits) * factors[:DEVIATION_PAGES].mean() * length
 
 
-def pack_codes(codes: KeyCodes) -> Tensor:
-    """The bytes of each page's summary as they lie in memory (`memory/layout.py`); [pages, summary_bytes] uint8."""
+def pack_codes(codes: KeyCodes, element_bytes: int = 2) -> Tensor:
+    """The bytes of each page's summary as they lie in memory (`memory/layout.py`); [pages, summary_bytes] uint8.
+
+    element_bytes   of keys and values in rows, 2 or 4
+    """
     pages, _, head_dim = codes.codes.shape
     fields = 8 // codes.bits  # dims in a byte
     padded = torch.nn.functional.pad(codes.codes.to(torch.int32), (0, -head_dim % (4 * fields)))
@@ -166,7 +169,7 @@ def pack_codes(codes: KeyCodes) -> Tensor:
     low, high = codes.mean.reshape(pages, -1, 2).unbind(dim=-1)
     units = torch.stack((codes.factor_unit, codes.mean_unit), dim=1).view(torch.uint8)
     parts = torch.cat((code_bytes, low | high << 4, codes.factors, units), dim=1)
-    size = summary_bytes("key_codes", head_dim, codes.mean_unit.element_size(), codes.bits)
+    size = summary_bytes("key_codes", head_dim, element_bytes, codes.bits)
     return torch.nn.functional.pad(parts, (0, size - parts.shape[1]))
 
 
@@ -199,7 +202,7 @@ def pack_split_codes(codes: KeyCodes) -> tuple[Tensor, Tensor]:
     head_dim = codes.codes.shape[2]
     rest = codes._replace(codes=codes.codes & 1, bits=1)
     fine = pack_codes(rest)[:, : fine_bytes("split_codes", head_dim)]
-    coarse = pack_codes(signs_of(codes))
+    coarse = pack_codes(signs_of(codes), element_bytes=4)
     own_unit = fine.shape[1] + head_dim // 2 + PAGE_TOKENS + 4
     coarse[:, own_unit : own_unit + 2] = codes.factor_unit[:, None].contiguous().view(torch.uint8)
     return coarse, fine
