@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
-from vllm_hybrid_sparse.memory.heap import IdleTrimmer
+from vllm_hybrid_sparse.memory.heap import HeapTrimmer
 
 
 def bare_worker(**attributes: Any) -> HybridSparseCPUWorker:
     """A worker that trims no heap, with attributes that its methods need."""
     worker = HybridSparseCPUWorker.__new__(HybridSparseCPUWorker)
-    worker._heap = IdleTrimmer(None)
+    worker._heap = HeapTrimmer(None)
     no_request = np.zeros(0, dtype=np.bool_)
     worker.model_runner = SimpleNamespace(
         input_batch=SimpleNamespace(generators={}), discard_request_mask=SimpleNamespace(np=no_request)

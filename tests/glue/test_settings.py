@@ -45,6 +45,13 @@ def test_settings_beside_their_section_are_refused(given: dict[str, object], ref
         settings_of(SimpleNamespace(additional_config=given))
 
 
+def test_a_setting_beside_its_section_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = SimpleNamespace(additional_config={"hybrid_sparse": {}, "threshold": 0.123, "other": 1})
+    assert [settings_of(config).threshold for _ in range(3)] == [0.95] * 3
+    said = "additional_config.threshold=0.123 has no effect: settings are in the section hybrid_sparse"
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
 def test_what_other_plugins_are_told_is_theirs() -> None:
     others = {"other_plugin": {"policy": "x"}, "sparse": 1, "policy": "theirs"}
     assert settings_of(SimpleNamespace(additional_config={"other_plugin": 1})).policy == "progressive"

@@ -167,7 +167,7 @@ def test_a_predictor_of_another_shape_is_refused(tmp_path: Path) -> None:
     model = tiny_llama()
     other = save_predictor(tmp_path / "other.safetensors", 0.1, layers=4)
     for settings, refusal in (
-        ({"predictor": other, "window_tokens": 64}, "predictor=other.safetensors: made for layers=4, must be 3"),
+        ({"predictor": other, "window_tokens": 64}, f"predictor={other}: made for layers=4, not 3"),
         ({}, "hybrid_sparse.predictor: must be given"),
     ):
         with pytest.raises(ConfigError, match=refusal):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from vllm_hybrid_sparse.memory.heap import IdleTrimmer, glibc_trim
+from vllm_hybrid_sparse.memory.heap import HeapTrimmer, glibc_trim, resident_bytes
 
 SOON_S = 60.0  # time limit for what must happen; only a failure takes this long
 
@@ -33,13 +33,13 @@ def trims() -> Trims:
 
 
 @pytest.fixture
-def trimmer(trims: Trims) -> Iterator[IdleTrimmer]:
-    trimmer = IdleTrimmer(trims, idle_s=0.05)
+def trimmer(trims: Trims) -> Iterator[HeapTrimmer]:
+    trimmer = HeapTrimmer(trims, idle_s=0.05)
     yield trimmer
     trimmer.close()
 
 
-def test_there_is_one_trim_after_each_time_of_work(trims: Trims, trimmer: IdleTrimmer) -> None:
+def test_there_is_one_trim_after_each_time_of_work(trims: Trims, trimmer: HeapTrimmer) -> None:
     for times in (1, 2, 3):
         with trimmer.work():
             pass
@@ -47,20 +47,20 @@ def test_there_is_one_trim_after_each_time_of_work(trims: Trims, trimmer: IdleTr
         assert trims.number == times
 
 
-def test_work_that_fails_has_ended_too(trims: Trims, trimmer: IdleTrimmer) -> None:
+def test_work_that_fails_has_ended_too(trims: Trims, trimmer: HeapTrimmer) -> None:
     with pytest.raises(RuntimeError, match="a step"), trimmer.work():
         raise RuntimeError("a step")
     assert trims.wait()
 
 
 def test_nothing_is_trimmed_before_there_was_work(trims: Trims) -> None:
-    IdleTrimmer(trims, idle_s=0.0).close()
+    HeapTrimmer(trims, idle_s=0.0).close()
     assert trims.number == 0
 
 
 def test_work_that_goes_on_is_not_disturbed(trims: Trims) -> None:
     """It never rests for as long as a trim requires."""
-    trimmer = IdleTrimmer(trims, idle_s=SOON_S)
+    trimmer = HeapTrimmer(trims, idle_s=SOON_S)
     for _ in range(100):
         with trimmer.work():
             pass
@@ -68,7 +68,34 @@ def test_work_that_goes_on_is_not_disturbed(trims: Trims) -> None:
     assert trims.number == 0
 
 
-def test_nothing_is_trimmed_within_work_that_takes_longer_than_the_rest(trims: Trims, trimmer: IdleTrimmer) -> None:
+def test_work_that_never_rests_is_trimmed_behind_once_memory_has_grown(trims: Trims) -> None:
+    sizes = iter((500, 300, 340, 400, 401, 310, 410, 411, 320))  # of one look each, and of one more behind each trim
+    trimmer = HeapTrimmer(trims, idle_s=SOON_S, resident=lambda: next(sizes), look_s=0.0, growth_bytes=100)
+    counts = []
+    for _ in range(7):
+        with trimmer.work():
+            within = trims.number
+        counts.append((within, trims.number))
+    trimmer.close()
+    assert counts == [(0, 0), (0, 0), (0, 0), (0, 0), (0, 1), (1, 1), (1, 2)]
+    assert next(sizes, None) is None
+
+
+def test_memory_is_looked_at_now_and_then() -> None:
+    looks = []
+    trimmer = HeapTrimmer(lambda: None, idle_s=SOON_S, resident=lambda: looks.append(1) or 0, look_s=SOON_S)
+    for _ in range(20):
+        with trimmer.work():
+            pass
+    trimmer.close()
+    assert len(looks) == 1
+
+
+def test_the_process_has_memory() -> None:
+    assert resident_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
+
+
+def test_nothing_is_trimmed_within_work_that_takes_longer_than_the_rest(trims: Trims, trimmer: HeapTrimmer) -> None:
     with trimmer.work():
         pass
     assert trims.wait()
@@ -83,7 +110,7 @@ def test_nothing_is_trimmed_within_work_that_takes_longer_than_the_rest(trims: T
 
 def test_the_thread_ends(trims: Trims) -> None:
     before = threading.active_count()
-    trimmer = IdleTrimmer(trims, idle_s=SOON_S)
+    trimmer = HeapTrimmer(trims, idle_s=SOON_S)
     assert threading.active_count() == before + 1
     with trimmer.work():
         pass
@@ -93,7 +120,7 @@ def test_the_thread_ends(trims: Trims) -> None:
 
 def test_without_a_function_that_trims_there_is_no_thread() -> None:
     before = threading.active_count()
-    trimmer = IdleTrimmer(None)
+    trimmer = HeapTrimmer(None)
     with trimmer.work():
         pass
     assert threading.active_count() == before

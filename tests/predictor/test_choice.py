@@ -31,23 +31,23 @@ def test_without_a_name_the_shipped_one_serves_the_model_it_was_made_for() -> No
 @pytest.mark.parametrize(
     ("shape", "retained", "ranking", "why", "options"),
     [
-        (OTHER, RetainedSet(), CODES, "made for head_dim=64, must be 32", "--summary key_codes --code-bits 2"),
-        (OTHER, RetainedSet(), BOUNDS, "made for head_dim=64, must be 32", "--summary minmax"),
+        (OTHER, RetainedSet(), CODES, "made for head_dim=64, not 32", "--summary key_codes --code-bits 2"),
+        (OTHER, RetainedSet(), BOUNDS, "made for head_dim=64, not 32", "--summary minmax"),
         (
             SMOLLM2,
             RetainedSet(window_tokens=128),
             CODES,
-            "made for window_tokens=256, must be 128",
+            "made for window_tokens=256, not 128",
             "--code-bits 2 --window-tokens 128",
         ),
         (
             SMOLLM2,
             RetainedSet(sink_tokens=128),
             CODES,
-            "made for sink_tokens=64, must be 128",
+            "made for sink_tokens=64, not 128",
             "--code-bits 2 --sink-tokens 128",
         ),
-        (SMOLLM2, RetainedSet(), PageRanking(code_bits=1), "made for code_bits=2, must be 1", "--code-bits 1"),
+        (SMOLLM2, RetainedSet(), PageRanking(code_bits=1), "made for code_bits=2, not 1", "--code-bits 1"),
     ],
 )
 def test_where_the_shipped_one_does_not_fit_the_command_that_makes_one_is_named(
@@ -64,7 +64,9 @@ def test_where_the_shipped_one_does_not_fit_the_command_that_makes_one_is_named(
 def test_the_named_one_serves_and_is_checked(tmp_path: Path) -> None:
     named = save(tmp_path / "named.safetensors", OTHER)
     assert choose_predictor(named, OTHER, RetainedSet())[1].tau == 0.2
-    with pytest.raises(ConfigError, match=r"predictor=named\.safetensors: made for head_dim=32, must be 64"):
+    with pytest.raises(
+        ConfigError, match=rf"^hybrid_sparse\.predictor={named.predictor}: made for head_dim=32, not 64"
+    ):
         choose_predictor(named, SMOLLM2, RetainedSet())
     with pytest.raises(ConfigError, match="no such file"):
         choose_predictor(PredictionSpec(predictor=str(tmp_path / "none")), OTHER, RetainedSet())

@@ -104,17 +104,17 @@ def test_a_process_that_has_read_a_predictor_may_be_forked() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"layers": 32}, "made for layers=30, must be 32"),
-        ({"query_heads": 12}, "made for query_heads=9, must be 12"),
-        ({"kv_heads": 9}, "made for kv_heads=3, must be 9"),
-        ({"head_dim": 128}, "made for head_dim=64, must be 128"),
+        ({"layers": 32}, "made for layers=30, not 32"),
+        ({"query_heads": 12}, "made for query_heads=9, not 12"),
+        ({"kv_heads": 9}, "made for kv_heads=3, not 9"),
+        ({"head_dim": 128}, "made for head_dim=64, not 128"),
     ],
 )
 def test_another_model_shape_is_refused(changes: dict[str, int], said: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.safetensors"
     made().save(path, ORIGIN)
     with pytest.raises(
-        ConfigError, match=f"predictor=mine.safetensors: {said}; make one with `hybrid-sparse calibrate`"
+        ConfigError, match=f"^hybrid_sparse.predictor={path}: {said}; make one with `hybrid-sparse calibrate`"
     ):
         load_predictor(path, replace(SHAPE, **changes), RetainedSet(), CODES)
 
@@ -122,15 +122,15 @@ def test_another_model_shape_is_refused(changes: dict[str, int], said: str, tmp_
 def test_another_retained_set_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.safetensors"
     made().save(path, ORIGIN)
-    with pytest.raises(ConfigError, match="made for window_tokens=256, must be 128"):
+    with pytest.raises(ConfigError, match="made for window_tokens=256, not 128"):
         load_predictor(path, SHAPE, RetainedSet(window_tokens=128), CODES)
 
 
 @pytest.mark.parametrize(
     ("ranking", "said"),
     [
-        (BOUNDS, "made for summary=key_codes, must be minmax"),
-        (replace(CODES, code_bits=1), "made for code_bits=2, must be 1"),
+        (BOUNDS, "made for summary=key_codes, not minmax"),
+        (replace(CODES, code_bits=1), "made for code_bits=2, not 1"),
     ],
 )
 def test_what_ranks_the_pages_in_another_way_is_refused(ranking: PageRanking, said: str, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_file_that_does_not_say_what_ranks_was_made_when_bounds_alone_did(tmp_
     del content["ranking"]
     save_file(made().state_dict(), path, {"hybrid_sparse_predictor": json.dumps(content)})
     assert load_predictor(path, SHAPE, RetainedSet(), BOUNDS)[1] == replace(ORIGIN, ranking=BOUNDS)
-    with pytest.raises(ConfigError, match="made for summary=minmax, must be key_codes"):
+    with pytest.raises(ConfigError, match="made for summary=minmax, not key_codes"):
         load_predictor(path, SHAPE, RetainedSet(), CODES)
 
 
@@ -170,7 +170,7 @@ def test_metadata_of_another_release_are_refused(changes: dict[str, object], sai
     path = tmp_path / "later.safetensors"
     content = json.loads(ORIGIN.to_metadata()["hybrid_sparse_predictor"]) | changes
     save_file(made().state_dict(), path, {"hybrid_sparse_predictor": json.dumps(content)})
-    with pytest.raises(ConfigError, match=rf"^hybrid_sparse.predictor=later.safetensors: .*{said}.*; make one with"):
+    with pytest.raises(ConfigError, match=rf"^hybrid_sparse.predictor={path}: .*{said}.*; make one with"):
         load_predictor(path, SHAPE, RetainedSet(), CODES)
 
 
@@ -178,7 +178,7 @@ def test_metadata_of_another_release_are_refused(changes: dict[str, object], sai
 def test_metadata_that_are_no_json_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.safetensors"
     save_file(made().state_dict(), path, {"hybrid_sparse_predictor": text})
-    with pytest.raises(ConfigError, match=r"^hybrid_sparse.predictor=broken.safetensors: .*; make one with"):
+    with pytest.raises(ConfigError, match=rf"^hybrid_sparse.predictor={path}: .*; make one with"):
         load_predictor(path, SHAPE, RetainedSet(), CODES)
 
 
@@ -188,7 +188,7 @@ def test_tensors_of_another_release_are_refused(tmp_path: Path) -> None:
     name = next(iter(tensors))
     save_file(tensors | {name: torch.zeros(3)}, path, ORIGIN.to_metadata())
     with pytest.raises(
-        ConfigError, match=r"(?s)^hybrid_sparse.predictor=later.safetensors: made by another release .*; make one"
+        ConfigError, match=rf"(?s)^hybrid_sparse.predictor={path}: made by another release .*; make one"
     ):
         load_predictor(path, SHAPE, RetainedSet(), CODES)
 
@@ -196,6 +196,10 @@ def test_tensors_of_another_release_are_refused(tmp_path: Path) -> None:
 def test_what_is_no_predictor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file; make one with `hybrid-sparse calibrate`"):
         load_predictor(tmp_path / "missing.safetensors", SHAPE, RetainedSet(), CODES)
+    with pytest.raises(
+        ConfigError, match=f"^hybrid_sparse.predictor={tmp_path}: must be a file, not a folder; make one"
+    ):
+        load_predictor(tmp_path, SHAPE, RetainedSet(), CODES)
     text = tmp_path / "text.safetensors"
     text.write_text("no tensors at all")
     with pytest.raises(ConfigError, match="must be a safetensors file"):

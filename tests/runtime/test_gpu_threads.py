@@ -49,6 +49,7 @@ def run_in_each(done: list[tuple[str, Any]], device: torch.device, monkeypatch: 
     """Run two tasks in each of the threads that a tier over slots on this device has."""
     pool = pool_on(device)
     monkeypatch.setattr(tiers, "open_device", lambda *_: (pool, CudaDevice(pool)))
+    monkeypatch.setattr(tiers, "free_device_bytes", lambda _: 2**40)
     settings = {**SMALL, **POLICIES["topk"], "device": "cuda", "device_ranking": "host", "device_resident_share": 0.0}
     config = HybridSparseConfig.from_mapping({**settings, "device_pool_pages": 64})
     layer = ServedLayer(Shape(summary=config.summary or "none"), num_blocks=4, seed=0, retained=config.retained)

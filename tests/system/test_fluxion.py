@@ -134,10 +134,10 @@ def test_requests_up_to_dense_tokens_are_answered_as_by_dense_attention(results:
     [
         (
             "shipped",
-            ("hybrid_sparse.predictor: must be given", "layers=30, must be 3", "hybrid-sparse calibrate MODEL"),
+            ("hybrid_sparse.predictor: must be given", "layers=30, not 3", "hybrid-sparse calibrate MODEL"),
         ),
-        ("other-shape", ("predictor=other.safetensors: made for layers=4, must be 3", "hybrid-sparse calibrate")),
-        ("other-window", ("predictor=little.safetensors: made for sink_tokens=16, must be 64",)),
+        ("other-shape", ("/other.safetensors: made for layers=4, not 3", "hybrid-sparse calibrate")),
+        ("other-window", ("/little.safetensors: made for sink_tokens=16, not 64",)),
         ("no-file", ("none.safetensors: no such file", "hybrid-sparse calibrate")),
     ],
 )

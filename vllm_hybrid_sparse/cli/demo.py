@@ -14,6 +14,7 @@ from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
 from vllm_hybrid_sparse.cli.haystack import Haystack, make_haystack
 from vllm_hybrid_sparse.cli.kv_read import share_of_kv_read
+from vllm_hybrid_sparse.cli.machine_load import BUSY, busy_share
 from vllm_hybrid_sparse.cli.progress import Progress
 from vllm_hybrid_sparse.cli.server import Server, ServerError, core_list
 from vllm_hybrid_sparse.cli.shown_series import shown_series
@@ -130,6 +131,9 @@ def _measure(side: Side, model: Path, haystack: Haystack) -> Outcome:
         *side.args,
     ]
     print(f"\n── {side.name} ──")
+    busy = busy_share(1.0)
+    if busy > BUSY:
+        print(f"Other programs keep {100 * busy:.0f} % of the processors busy: the times below say little.")
     with Server(model, args, _cores(), log_path) as server:
         with Progress("starting the server:"):
             server.wait_ready(_START_TIMEOUT_S)

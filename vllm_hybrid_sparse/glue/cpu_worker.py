@@ -14,7 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_hybrid_sparse.glue.environment import give
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker, logger
 from vllm_hybrid_sparse.kernels.paged_attention.native import lacks_bf16
-from vllm_hybrid_sparse.memory.heap import IdleTrimmer, glibc_trim
+from vllm_hybrid_sparse.memory.heap import HeapTrimmer, glibc_trim
 from vllm_hybrid_sparse.memory.pinned import available_bytes, host_store_bytes
 
 # Variables that the worker's process gets unless the user set them.
@@ -62,7 +62,7 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         prepare_environment()
         super().__init__(*args, **kwargs)
-        self._heap = IdleTrimmer(glibc_trim())
+        self._heap = HeapTrimmer(glibc_trim())
 
     def determine_available_memory(self) -> int:
         """Return the bytes of the host store. ConfigError if the engine's workers together asked for too many.

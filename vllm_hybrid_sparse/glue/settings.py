@@ -1,13 +1,17 @@
 """Our settings from vLLM's `--additional-config`, with the device that vLLM's platform decides."""
 
 import difflib
+import logging
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from vllm_hybrid_sparse.config import HybridSparseConfig
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.setting import SECTION, refusal
+
+logger = logging.getLogger(__name__)
 
 
 def settings_of(vllm_config: Any) -> HybridSparseConfig:
@@ -41,7 +45,8 @@ def settings_on(given: Any, *, on_cuda: bool) -> HybridSparseConfig:
 def _check_section(additional: Mapping[str, Any]) -> None:
     """Refuse a key that looks like our section but is not, since its settings would have no effect.
 
-    Other keys belong to other plugins. A key named like one of our settings is refused only if our section is missing.
+    Other keys belong to other plugins. A key named like one of our settings is refused if our section is missing;
+    beside our section it is warned of.
     """
     for name, value in additional.items():
         plain = str(name).replace("-", "_").replace(" ", "_").lower()
@@ -50,3 +55,11 @@ def _check_section(additional: Mapping[str, Any]) -> None:
     names = [entry.name for entry in fields(HybridSparseConfig) if entry.name in additional]
     if names and SECTION not in additional:
         raise ConfigError(f"additional_config.{names[0]}={additional[names[0]]!r}: must be in the section {SECTION}")
+    for name in names:
+        _warn_of(name, repr(additional[name]))
+
+
+@cache
+def _warn_of(name: str, value: str) -> None:
+    """Warn once of a key that looks like one of our settings beside our section."""
+    logger.warning("additional_config.%s=%s has no effect: settings are in the section %s", name, value, SECTION)

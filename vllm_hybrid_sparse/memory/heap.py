@@ -6,11 +6,16 @@ but stays resident.
 """
 
 import ctypes
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 IDLE_S = 10.0  # after a trim the next prompt's page faults take some 30 ms
+LOOK_S = 20.0  # a trim takes some 15 ms, beside those faults
+GROWTH_BYTES = 256 * 2**20
 
 
 def glibc_trim() -> Callable[[], object] | None:
@@ -19,15 +24,36 @@ def glibc_trim() -> Callable[[], object] | None:
     return None if trim is None else lambda: trim(ctypes.c_size_t(0))
 
 
-class IdleTrimmer:
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class HeapTrimmer:
     """Trims on its own thread, once after each period of work, when work has rested for `idle_s` seconds.
 
-    trim    gives free memory back; None: nothing is trimmed, and there is no thread
+    Work that does not rest ends with a trim, too, once resident memory exceeds the least that was seen since the last
+    trim by more than `growth_bytes`. It looks every `look_s` seconds at most.
+
+    trim       gives free memory back; None: nothing is trimmed, and there is no thread
+    resident   bytes of memory that the process has now
     """
 
-    def __init__(self, trim: Callable[[], object] | None, idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self,
+        trim: Callable[[], object] | None,
+        idle_s: float = IDLE_S,
+        *,
+        resident: Callable[[], int] = resident_bytes,
+        look_s: float = LOOK_S,
+        growth_bytes: int = GROWTH_BYTES,
+    ) -> None:
         self._trim = trim
         self._idle_s = idle_s
+        self._resident, self._look_s, self._growth_bytes = resident, look_s, growth_bytes
+        self._looked_s = -look_s  # on the clock of time.monotonic
+        self._least: int | None = None  # resident bytes, since the last trim
         self._working = False
         self._worked = threading.Event()
         self._ended = threading.Event()
@@ -42,9 +68,23 @@ class IdleTrimmer:
         self._working = True
         try:
             yield
+            self._look()
         finally:
             self._working = False
             self._worked.set()
+
+    def _look(self) -> None:
+        """Trim on the caller's thread if resident memory has grown."""
+        now_s = time.monotonic()
+        if self._trim is None or now_s - self._looked_s < self._look_s:
+            return
+        self._looked_s = now_s
+        resident = self._resident()
+        if self._least is not None and resident > self._least + self._growth_bytes:
+            self._trim()
+            self._least = self._resident()
+        else:
+            self._least = resident if self._least is None else min(self._least, resident)
 
     def close(self) -> None:
         """End the thread."""

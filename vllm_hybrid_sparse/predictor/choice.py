@@ -26,7 +26,7 @@ def choose_predictor(
         return load_predictor(_path(prediction.predictor), shape, retained, ranking)
     shipped = SMOLLM2_PREDICTORS.get(ranking, SMOLLM2_PREDICTORS[PageRanking()])
     try:
-        return load_predictor(shipped, shape, retained, ranking)
+        return load_predictor(shipped, shape, retained, ranking, name=shipped.name)
     except ConfigError as error:
         codes = f" --code-bits {ranking.code_bits}" if ranking.code_bits else ""
         usual = RetainedSet()

@@ -96,7 +96,7 @@ class PredictorOrigin:
         for key, value in wanted.items():
             if made_for[key] != value:
                 raise ConfigError(
-                    f"hybrid_sparse.predictor={name}: made for {key}={made_for[key]}, must be {value}; {_REMEDY}"
+                    f"hybrid_sparse.predictor={name}: made for {key}={made_for[key]}, not {value}; {_REMEDY}"
                 )
 
 
@@ -162,33 +162,34 @@ class Predictor(nn.Module):
 
 
 def load_predictor(
-    path: Path, shape: ModelShape, retained: RetainedSet, ranking: PageRanking
+    path: Path, shape: ModelShape, retained: RetainedSet, ranking: PageRanking, name: str | None = None
 ) -> tuple[Predictor, PredictorOrigin]:
     """Read a predictor, and check that it serves this model shape, retained set and ranking of pages.
 
-    raises   ConfigError, `predictor=file: rule`, if there is no such file, it cannot be read or is no predictor, or it
+    name     what errors call the file; None: its path
+    raises   ConfigError, `predictor=name: rule`, if there is no such file, it cannot be read or is no predictor, or it
              was made for another model shape, retained set, ranking or version of the features
     """
+    name = str(path) if name is None else name
     try:
         if not path.is_file():
-            raise ConfigError(f"hybrid_sparse.predictor={path}: no such file; {_REMEDY}")
+            what = "must be a file, not a folder" if path.is_dir() else "no such file"
+            raise ConfigError(f"hybrid_sparse.predictor={name}: {what}; {_REMEDY}")
         path.open("rb").close()  # safetensors would say that a file without read permission does not exist
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except SafetensorError as error:
-        raise ConfigError(f"hybrid_sparse.predictor={path}: must be a safetensors file ({error})") from error
+        raise ConfigError(f"hybrid_sparse.predictor={name}: must be a safetensors file ({error})") from error
     except OSError as error:
-        raise ConfigError(f"hybrid_sparse.predictor={path}: cannot be read ({error.strerror or error})") from error
-    origin = PredictorOrigin.from_metadata(metadata, path.name)
-    origin.check(path.name, shape, retained, ranking)
+        raise ConfigError(f"hybrid_sparse.predictor={name}: cannot be read ({error.strerror or error})") from error
+    origin = PredictorOrigin.from_metadata(metadata, name)
+    origin.check(name, shape, retained, ranking)
     # Nothing may be computed here: vLLM's first process runs this too, and torch's threads would not outlive its fork.
     with torch.device("meta"):
         predictor = Predictor()
     try:
         predictor.load_state_dict(tensors, assign=True)
     except RuntimeError as error:  # its lines say which tensors differ
-        raise ConfigError(
-            f"hybrid_sparse.predictor={path.name}: made by another release ({error}); {_REMEDY}"
-        ) from error
+        raise ConfigError(f"hybrid_sparse.predictor={name}: made by another release ({error}); {_REMEDY}") from error
     return predictor.eval(), origin

@@ -79,7 +79,8 @@ def random_queries(rows: int, q_heads: int, head_dim: int) -> RotatedQueries:
     """Whole numbers, the largest 127, and their units."""
     levels = torch.randint(-126, 127, (rows, q_heads, head_dim)).bfloat16()
     levels[:, :, 3] = 127
-    return RotatedQueries(levels, torch.rand(rows, q_heads) / 50 + 1e-3)
+    units = torch.rand(rows, q_heads) / 50 + 1e-3
+    return RotatedQueries(levels, units, (levels.float() * units[:, :, None]).norm(dim=2))
 
 
 def unrotated(queries: RotatedQueries) -> Tensor:
@@ -218,7 +219,7 @@ def test_pages_of_zeros_and_queries_of_zeros_weigh_their_tokens(device: torch.de
     first = int(store.blocks[0, FIRST_PAGE // 2]) * 2
     store.codes[:, first] = zeros
     queries = random_queries(2, 2, 32)
-    queries.levels[1], queries.units[1] = 0, 0
+    queries.levels[1], queries.units[1], queries.lengths[1] = 0, 0, 0
     actual = score(store, queries, device)
     check_close(actual, expected_of(store, unrotated(queries)))
     scores = actual.weights
@@ -278,6 +279,7 @@ def test_bad_arguments_are_refused_by_name() -> None:
     for changed, message in (
         ({"queries": queries._replace(levels=queries.levels.float())}, "levels=.*must be .* bfloat16"),
         ({"queries": queries._replace(units=queries.units[:1])}, r"units=\[1, 2\]"),
+        ({"queries": queries._replace(lengths=queries.lengths.double())}, "lengths=.*must be .* float32"),
         ({"queries": random_queries(2, 2, 128)}, "codes=.*must be"),
         ({"queries": random_queries(2, 2, 24)}, "head_dim=24"),
         ({"codes": store.codes[0]}, "codes=.*must be"),

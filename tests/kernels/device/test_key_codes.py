@@ -180,7 +180,8 @@ def test_queries_are_rotated_and_rounded(dtype: torch.dtype, head_dim: int, q_he
     whole = torch.randn(3, q_heads + 2, head_dim).to(dtype)
     whole[1, 1] = 0
     query = whole[:, 1:-1]
-    levels, units = (part.cpu() for part in rotate_queries(whole.to(device)[:, 1:-1]))
+    levels, units, lengths = (part.cpu() for part in rotate_queries(whole.to(device)[:, 1:-1]))
+    torch.testing.assert_close(lengths.double(), query.double().norm(dim=2), rtol=1e-5, atol=0)
     assert levels.dtype == torch.bfloat16
     assert not levels[1, 0].any()
     assert units[1, 0] == 0
@@ -197,9 +198,9 @@ def test_no_pages_and_no_rows_are_no_work(device: torch.device) -> None:
     none = torch.empty(0, dtype=torch.int64)
     codes = encode_at(torch.zeros(512), none, none, 2, 16, 2, device)
     assert (codes == UNTOUCHED).all()
-    levels, units = rotate_queries(torch.empty(0, 4, 32, device=device))
+    levels, units, lengths = rotate_queries(torch.empty(0, 4, 32, device=device))
     assert levels.shape == (0, 4, 32)
-    assert units.shape == (0, 4)
+    assert units.shape == lengths.shape == (0, 4)
 
 
 def test_bad_arguments_are_refused_by_name() -> None:

@@ -64,6 +64,7 @@ class RotatedQueries(NamedTuple):
 
     levels: Tensor  # [rows, q_heads, head_dim] bf16, whole numbers from -127 to 127
     units: Tensor  # [rows, q_heads] f32
+    lengths: Tensor  # [rows, q_heads] f32, of the queries before they were rounded
 
 
 def encode_pages(
@@ -117,7 +118,7 @@ def rotate_queries(query: Tensor) -> RotatedQueries:
     What bounds it: its launch. One program reads 16 heads of a row and the rotation's matrix, from the device's cache.
 
     query      [rows, q_heads, head_dim]   bf16 | f16 | f32, rows may be strided; head_dim a multiple of 16, 16 to 256
-    returns    levels and units; empty of no rows
+    returns    empty of no rows
 
     Raises KernelError for a tensor of another shape, dtype or stride.
     """
@@ -126,7 +127,7 @@ def rotate_queries(query: Tensor) -> RotatedQueries:
     rows, q_heads, head_dim = query.shape
     check_head_dim(head_dim)
     levels = torch.empty(rows, q_heads, head_dim, dtype=torch.bfloat16, device=device)
-    units = torch.empty(rows, q_heads, dtype=torch.float32, device=device)
+    units, lengths = torch.empty(2, rows, q_heads, dtype=torch.float32, device=device)
     if units.numel():
         signs, norms = _rotation_on(head_dim, query.dtype, device)
         block_dim = block_dims(head_dim)
@@ -136,6 +137,7 @@ def rotate_queries(query: Tensor) -> RotatedQueries:
             norms,
             levels,
             units,
+            lengths,
             query.stride(0),
             q_heads,
             head_dim=head_dim,
@@ -143,7 +145,7 @@ def rotate_queries(query: Tensor) -> RotatedQueries:
             inner=min(block_dim, _MATRIX_ELEMENTS[query.dtype] // block_dim),
             tile=_TILE_HEADS,
         )
-    return RotatedQueries(levels, units)
+    return RotatedQueries(levels, units, lengths)
 
 
 def check_codes(
@@ -316,6 +318,7 @@ def _rotate_kernel(
     norms,
     levels,
     units,
+    lengths,
     query_row_stride,
     q_heads,
     head_dim: tl.constexpr,
@@ -345,3 +348,4 @@ def _rotate_kernel(
     is_element = is_head[:, None] & is_dim[None, :]
     tl.store(levels + q_head[:, None] * head_dim + dims[None, :], whole.to(tl.bfloat16), mask=is_element)
     tl.store(units + q_head, unit, mask=is_head)
+    tl.store(lengths + q_head, tl.sqrt(tl.sum(rotated * rotated, axis=1)), mask=is_head)
