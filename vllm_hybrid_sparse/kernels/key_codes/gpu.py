@@ -127,7 +127,8 @@ def rotate_queries(query: Tensor) -> RotatedQueries:
     rows, q_heads, head_dim = query.shape
     check_head_dim(head_dim)
     levels = torch.empty(rows, q_heads, head_dim, dtype=torch.bfloat16, device=device)
-    units, lengths = torch.empty(2, rows, q_heads, dtype=torch.float32, device=device)
+    # Each of its own memory: a place at other multiples of 16 bytes would have kernels compiled anew.
+    units, lengths = (torch.empty(rows, q_heads, dtype=torch.float32, device=device) for _ in range(2))
     if units.numel():
         signs, norms = _rotation_on(head_dim, query.dtype, device)
         block_dim = block_dims(head_dim)
