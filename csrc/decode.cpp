@@ -56,7 +56,7 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
       item.retained.clear();
       item.unread.clear();
       item.unread_after.clear();
-      item.error_bounds.assign(progressive && selection.allows_for_errors() && group > 1 ? group : 0, 0.0f);
+      item.error_bounds.assign(sparse && selection.stops_by_estimates() && group > 1 ? group : 0, 0.0f);
       item.expected = 0;
       item.fine_parts = 0;
       if (ranked) set_ranked(item);

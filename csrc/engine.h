@@ -80,8 +80,8 @@ struct Selection {
   CandidatePages candidates(int seq_len) const;
   // Whether it reads in microbatches. A threshold of 1 never stops: everything is read, so nothing needs scoring.
   bool progressive() const { return ranked && threshold < 1.0; }
-  // Whether the order of the pages allows for errors of the estimates.
-  bool allows_for_errors() const { return progressive() && estimated_remainder; }
+  // Whether a threshold ends the reading by what is estimated to be unread. The pages' order then allows for errors of estimates.
+  bool stops_by_estimates() const { return progressive() && estimated_remainder; }
 };
 
 struct LayerCall {

@@ -8,9 +8,10 @@
 //   K part   bf16, e4m3: [head_dim/2][16 tokens][2 dims]      f16, f32: [head_dim][16 tokens]
 //   V part   bf16, e4m3: [8 token pairs][head_dim][2 tokens]  f16, f32: [16 tokens][head_dim]
 //   summary  minmax: [max: head_dim][min: head_dim]     cuboid_mean: [centre: head_dim]
-//            key_codes: the same for every dtype, but for what follows them. Lines of 64 bytes [16 tokens][4 bytes], a byte holding 8 / code_bits dims
-//            from its lowest bits on; then the page's mean with four bits a dim, a byte a token, and two bf16: the units of
-//            these bytes and of the mean; then a byte that says whether a common key was subtracted from the keys (CodeLayout)
+//            key_codes: the same for every dtype, but for the padding. Lines of 64 bytes [16 tokens][4 bytes], a byte holding
+//            8 / code_bits dims from its lowest bits on; then the page's mean with four bits a dim, a byte a token, two bf16, the
+//            units of these bytes and of the mean, and a byte that says whether a common key was subtracted from the keys
+//            (CodeLayout)
 //            split_codes: key codes of two bits in two parts, so that their signs can be read alone (split_codes.h)
 //            none: nothing
 // One bf16 dot-product instruction then gives 16 token scores (K) or 16 output dims (V) with no horizontal sum.
@@ -43,8 +44,8 @@ struct CodeLayout {
   int64_t factors;  // [16 tokens] uint8
   int64_t units;    // bf16 of the factors, bf16 of the mean
   int64_t less_common;  // one byte, with key codes
-  // Whole cache lines. With elements of two bytes half a line less of padding where it is to spare and whole lines would be more
-  // than 8 % of keys and values, 64 * head_dim bytes.
+  // Whole cache lines; with elements of two bytes half lines where whole ones would be more than 8 % of keys and values, which
+  // take 64 * head_dim bytes.
   int64_t bytes;
   CodeLayout(int head_dim, int code_bits, int element_bytes = 4)
       : lines((head_dim * code_bits + 31) / 32), mean(int64_t{64} * lines), factors(mean + head_dim / 2),

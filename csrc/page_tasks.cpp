@@ -33,7 +33,7 @@ bool Engine::order_candidates(const Selection& selection, int rows, const float*
 void Engine::order_item(Item& item, const Selection& selection, const float* retained_lse) {
   const bool weighs = geometry_.layout.has_codes();
   const float* grouped = group_item_scores(item, weighs ? retained_lse : nullptr);
-  const bool estimates = selection.estimated_remainder && selection.threshold < 1.0;
+  const bool estimates = selection.stops_by_estimates();
   for (int g = 0; estimates && g < geometry_.group(); ++g) {
     const double share = 1.0 / (1.0 + std::exp(static_cast<double>(item.estimated_lse[g]) - retained_lse[g]));
     item.kept = std::min(item.kept, std::isnan(share) ? 0.0f : static_cast<float>(share));

@@ -160,8 +160,11 @@ class SelectionSpec:
         return MICROBATCHES_IN_FLIGHT * self.microbatch_pages
 
     @property
-    def allows_for_errors(self) -> bool:
-        """Whether the order of the pages allows for errors of the estimates (`policy/selectors.py`)."""
+    def stops_by_estimates(self) -> bool:
+        """Whether a threshold ends the reading by what is estimated to be unread.
+
+        The order of the pages then allows for errors of the estimates (`policy/selectors.py`).
+        """
         return self.estimated_remainder and self.threshold < 1
 
     def budget_pages(self, num_candidates: int) -> int:

@@ -139,7 +139,7 @@ def page_scores(layer: ServedLayer, step: Step, group: Group) -> dict[int, float
     first_page, end_page = step.retained.candidate_range(len(key))
     if codes is not None:
         retained_pages = step.retained.retained_pages(len(key))
-        deviations = score_deviation(query, codes, shape.scale).numpy() if step.selection.allows_for_errors else None
+        deviations = score_deviation(query, codes, shape.scale).numpy() if step.selection.stops_by_estimates else None
         _, retained_lse = attend_pages(query, key, value, retained_pages, shape.scale)
         scores = group_scores(weights.numpy(), retained_lse.numpy(), deviations)
     else:

@@ -87,7 +87,7 @@ def check_group(rows: Rows, selection: SelectionSpec, group: GroupKey, ordered: 
     scores = rows.scores(group)
     heads = slice(group.kv_head * len(scores), (group.kv_head + 1) * len(scores))
     retained = rows.retained_lse[group.row, heads].double().numpy()
-    deviations = rows.deviations(group) if selection.allows_for_errors else None
+    deviations = rows.deviations(group) if selection.stops_by_estimates else None
     expected = SpecSelector(selection).order(scores, retained if weighs else None, deviations)
     pages = ordered.pages - first
     assert ordered.scored == end - first

@@ -69,7 +69,7 @@ def test_a_head_s_shares_may_be_larger_than_estimated() -> None:
         (SelectionSpec(), [0, 1, 2, 3]),
     ],
 )
-def test_a_threshold_on_an_estimated_remainder_alone_allows_for_errors(
+def test_a_threshold_on_an_estimated_remainder_alone_stops_by_estimates(
     spec: SelectionSpec, expected: list[int]
 ) -> None:
     assert SpecSelector(spec).order(EVEN_AND_PEAKED, None, SECOND_UNSURE).tolist() == expected

@@ -88,7 +88,10 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
             )
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run one step's forward pass. Once steps rest, heap memory that prompts left free goes back to the system."""
+        """Run one step's forward pass.
+
+        Heap memory that prompts left free goes back to the system once steps rest, or behind a step once it has grown.
+        """
         with self._heap.work():
             return super().execute_model(scheduler_output)
 

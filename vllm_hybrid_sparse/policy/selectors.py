@@ -82,7 +82,7 @@ class SpecSelector:
         num_candidates = page_scores.shape[1]
         if not self.spec.ranked:
             return np.arange(num_candidates)
-        allowed = deviations if self.spec.allows_for_errors else None
+        allowed = deviations if self.spec.stops_by_estimates else None
         pages = rank_pages(group_scores(page_scores, retained_lse, allowed))
         return pages[: self.spec.budget_pages(num_candidates)]
 

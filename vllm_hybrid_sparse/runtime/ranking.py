@@ -268,7 +268,7 @@ class DeviceRanking:
             scale=scale,
             code_bits=self._codes.code_bits,
         )
-        allowed = deviations if self._spec.allows_for_errors else None
+        allowed = deviations if self._spec.stops_by_estimates else None
         order = self._kernels.order_pages(scores, self._kv_heads, retained_lse, allowed, rows.most_budget)
         return RankedPages(order, scores, rows.candidates, rows.budgets)
 
