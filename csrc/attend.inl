@@ -156,7 +156,7 @@ static inline float softmax_row(float* scores, const Chunk<T>& chunk, float scal
   added = add(add(x[0], x[1]), add(x[2], x[3]));
   if (lightest_page) {
     float sums[kChunkPages];
-    reduce_add4(x[0], x[1], x[2], x[3], 1.0f, sums);
+    reduce_add4(x, 1.0f, sums);
     for (int page = 0; page < chunk.pages; ++page)
       if (sums[page] < *lightest_page) *lightest_page = sums[page];
   }
@@ -190,7 +190,7 @@ static inline void add_to_sums(vf* added, int rows, const float* rescale, float*
   for (int r = rows; r < rows + 3; ++r) added[r] = zero();
   for (int r = 0; r < rows; r += 4) {
     float sums[4];
-    reduce_add4(added[r], added[r + 1], added[r + 2], added[r + 3], 1.0f, sums);
+    reduce_add4(added + r, 1.0f, sums);
     for (int i = r; i < rows && i < r + 4; ++i) row_sum[i] = row_sum[i] * rescale[i] + sums[i - r];
   }
 }

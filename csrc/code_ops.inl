@@ -27,7 +27,6 @@ struct CodeQuery {
 struct CodeTileArgs {
   int head_dim;
   int code_bits;
-  int64_t row_stride;  // of the scores
   int64_t page_bytes;  // from the codes of a page to those of the next
 };
 
@@ -190,16 +189,20 @@ static void encode_page(const char* page, char* out, const Layout& layout, const
   out[at.less_common] = common != nullptr;
 }
 
-// out[r * stride + p] = scale * the sum of the lanes of x[r][p], for the first `Rows` rows.
-template <int Rows, int Pages>
-static inline void sum_lanes(const vf (&x)[kScoreRows][kScorePages], float scale, float* out, int64_t stride) {
+// at(r)[p] = scale * the sum of the lanes of x[r][p], for the first `Rows` rows and `Pages` pages. Lanes are added in the same order
+// whatever the tile, so that a page's score does not depend on what it is scored together with.
+template <int Rows, int Pages, class At>
+static inline void sum_lanes(const vf (&x)[kScoreRows][kScorePages], float scale, At at) {
   if constexpr (Pages < kScorePages) {
-    for (int r = 0; r < Rows; ++r)
-      for (int p = 0; p < Pages; ++p) out[r * stride + p] = reduce_add(x[r][p]) * scale;
+    for (int r = 0; r < Rows; ++r) {
+      alignas(16) float sums[kScorePages];
+      reduce_add4(x[r], scale, sums);
+      for (int p = 0; p < Pages; ++p) at(r)[p] = sums[p];
+    }
   } else if constexpr (Rows == 1) {
-    reduce_add4(x[0][0], x[0][1], x[0][2], x[0][3], scale, out);
+    reduce_add4(x[0], scale, at(0));
   } else {
-    reduce_add4x4(x, scale, Rows, out, stride);
+    reduce_add4x4(x, scale, Rows, at);
   }
 }
 
@@ -220,7 +223,7 @@ template <int Rows, int Pages>
   vf by_lane[kScoreRows][kScorePages];
   for (int r = 0; r < kScoreRows; ++r)
     for (int p = 0; p < kScorePages; ++p) by_lane[r][p] = r < Rows && p < Pages ? product_sums(sums[r][p]) : zero();
-  sum_lanes<Rows, Pages>(by_lane, 1.0f, out, kScoreChunkPages);
+  sum_lanes<Rows, Pages>(by_lane, 1.0f, [&](int r) { return out + r * kScoreChunkPages; });
 }
 
 // Rows against the codes of `Pages` pages, which begin at the tile's page `first_page`: out[r][p] = sums of q c by token.
@@ -255,7 +258,7 @@ template <int Bits, int Rows, int Pages>
   }
 }
 
-// Rows against the codes of `Pages` pages, first half: sums[r * row_stride + p] is the sum over the page's tokens of
+// Rows against the codes of `Pages` pages, first half: sums[r * kScoreChunkPages + p] is the sum over the page's tokens of
 // 2^(score - mean's score - kAboveMean), means[r * kScoreChunkPages + p] the product with the mean's levels, steps[p] their unit.
 // `finish_codes` takes the logarithms later, so that no tile waits for them.
 template <int Bits, int Rows, int Pages, int HeadDim>
@@ -290,22 +293,22 @@ static inline void code_tile(const CodeTileArgs& args, const void* const* rows, 
       }
     }
   }
-  sum_lanes<Rows, Pages>(weights, 1.0f, sums, args.row_stride);
+  sum_lanes<Rows, Pages>(weights, 1.0f, [&](int r) { return sums + r * kScoreChunkPages; });
 }
 
-// Second half: turns scores[i] from the sum over tokens into the page's estimated weight: the logarithm of the sum of exp(score)
-// over its tokens.
-static inline void finish_codes(const CodeQuery& query, const float* means, const float* steps, int count, float* scores) {
+// Second half: turns a page's sum over tokens into its estimated weight: the logarithm of the sum of exp(score) over its tokens.
+static inline void finish_codes(const CodeQuery& query, const float* sums, const float* means, const float* steps, int count,
+                                float* scores) {
   const vf a = set1(query.a * kLn2);
   const vf shift = set1(-kMeanLevels * query.sum * kLn2);
   const auto finish = [&](vf sum, const float* mean, const float* step) {
     return fma(add(log2_positive(sum), set1(kAboveMean)), set1(kLn2), mul(load(step), fma(load(mean), a, shift)));
   };
   int i = 0;
-  for (; i + 16 <= count; i += 16) store(scores + i, finish(load(scores + i), means + i, steps + i));
+  for (; i + 16 <= count; i += 16) store(scores + i, finish(load(sums + i), means + i, steps + i));
   if (i == count) return;
   alignas(64) float last[16];
-  for (int n = 0; n < 16; ++n) last[n] = i + n < count ? scores[i + n] : 1.0f;
+  for (int n = 0; n < 16; ++n) last[n] = i + n < count ? sums[i + n] : 1.0f;
   store(last, finish(load(last), means + i, steps + i));
   for (int n = 0; i + n < count; ++n) scores[i + n] = last[n];
 }

@@ -35,7 +35,7 @@ bool Engine::common_key(const PageTable& table, int page, float* common) const {
 
 // Adds the rows' products with the common keys that were subtracted to the scores of pages. Arguments as in ScoreArgs.
 void Engine::add_common(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count,
-                        float* scores, int64_t head_stride, int64_t row_stride) const {
+                        float* const* scores) const {
   const Layout& layout = geometry_.layout;
   const int64_t less_common = CodeLayout(layout.head_dim, layout.code_bits).less_common;
   alignas(64) float common[kMaxHeadDim];
@@ -50,8 +50,8 @@ void Engine::add_common(const void* const* queries, int heads, int rows, const P
         common_key(of_head, stretch, common);
         for (int r = 0; r < rows; ++r) {
           const float product = kernels_.query_product(queries[head * rows + r], common, layout.head_dim);
-          float* of_row = scores + head * head_stride + r * row_stride - page_begin;
-          for (int page = first; page < end; ++page) of_row[page] += product;
+          float* of_row = scores[head * rows + r];
+          for (int page = first; page < end; ++page) of_row[page - page_begin] += product;
         }
       }
       first = end;

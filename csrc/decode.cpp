@@ -71,6 +71,8 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
     }
   }
   if (static_cast<int64_t>(scores_.size()) < scores) scores_.resize(scores);
+  order_sharers(batch);
+  order_visits();
 }
 
 // Makes the item ranked: it chooses candidates by rank, and attends its retained set separately.
@@ -80,85 +82,24 @@ void Engine::set_ranked(Item& item) const {
   for (int p = item.candidate_end; p < item.pages; ++p) item.retained.push_back(p);
 }
 
-// Makes the scoring operands of every query row once; all tasks that score a request's pages share them.
-void Engine::prepare_summary_queries(const LayerCall& call) {
-  const int group = geometry_.group();
-  const int rows = item_count_ * group;  // an item's rows are those of its KV head; items go head by head
-  const int64_t row_bytes = kernels_.summary_query_bytes(geometry_.layout);
-  if (static_cast<int64_t>(summary_queries_.size()) < rows * row_bytes) summary_queries_.resize(rows * row_bytes);
-  query_pointers_.resize(rows);
-  for (int row = 0; row < rows; ++row) {
-    const Item& item = items_[row / group];
-    if (!item.ranked) continue;
-    char* operands = summary_queries_.data() + row * row_bytes;
-    kernels_.prepare_summary_query(query_row(call, item.token, item.head * group + row % group), geometry_.layout,
-                                   geometry_.scale, operands);
-    query_pointers_[row] = operands;
-  }
-}
-
-// Adds the tasks that score the candidates' summaries, for all heads of a request together.
-void Engine::add_scoring_spans() {
-  for (int i = 0; i < item_count_; i += geometry_.kv_heads) {
-    const Item& item = items_[i];
-    if (!item.ranked) continue;
-    const int candidates = item.candidate_end - item.candidate_begin;
-    const int parts = pool_.size() == 1 ? 1 : std::clamp(candidates / kMinScoreSpan, 1, kSpansPerThread * pool_.size());
-    for (int p = 0; p < parts; ++p) {
-      const int first = static_cast<int>(int64_t{candidates} * p / parts);
-      const int last = static_cast<int>(int64_t{candidates} * (p + 1) / parts);
-      spans_.push_back({i, nullptr, item.candidate_begin + first, last - first, 0});
-    }
-  }
-}
-
 // Scores the candidates' summaries for each query head, and attends the retained sets at the same time.
 void Engine::score_and_attend_retained(const LayerCall& call, const Batch& batch) {
-  spans_.clear();
-  add_scoring_spans();
-  if (spans_.empty()) return;
+  add_score_spans();
+  if (score_spans_.empty()) return;
   prepare_summary_queries(call);
-  const int scoring = static_cast<int>(spans_.size());
-  for (int i = 0; i < item_count_; ++i) {
+  spans_.clear();
+  for (int i : visits_) {
     const Item& item = items_[i];
     if (item.ranked) spans_.push_back({i, item.retained.data(), 0, static_cast<int>(item.retained.size()), i});
   }
   reserve_states(2 * item_count_);
-  pool_.for_each(static_cast<int>(spans_.size()), [&](int s) {
-    if (s < scoring) return score_span(call, batch, spans_[s]);
-    attend_span(call, batch, spans_[s]);
-    add_sinks(call, state(spans_[s].state), geometry_.group(), items_[spans_[s].item].head);
+  const int scoring = static_cast<int>(score_spans_.size());
+  pool_.for_each(scoring + static_cast<int>(spans_.size()), [&](int task) {
+    if (task < scoring) return score_span(call, batch, score_spans_[task]);
+    const Span& span = spans_[task - scoring];
+    attend_span(call, batch, span);
+    add_sinks(call, state(span.state), geometry_.group(), items_[span.item].head);
   });
-}
-
-void Engine::score_span(const LayerCall& call, const Batch& batch, const Span& span) {
-  const int group = geometry_.group();
-  const Item& item = items_[span.item];
-  const int candidates = item.candidate_end - item.candidate_begin;
-  if (!item.error_bounds.empty() && span.page_begin == item.candidate_begin)
-    for (int head = 0; head < geometry_.kv_heads; ++head) bound_errors(call, batch, items_[span.item + head]);
-  score_summaries(query_pointers_.data() + int64_t{span.item} * group, geometry_.kv_heads, group,
-                  page_table(call, batch, item.request, 0), span.page_begin, span.count,
-                  scores_.data() + item.score_offset + (span.page_begin - item.candidate_begin),
-                  int64_t{group + 1} * candidates, candidates);
-}
-
-// Scores rows of some KV heads against the summaries of pages (see ScoreArgs), or against the coarse parts of split codes.
-void Engine::score_summaries(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count,
-                             float* scores, int64_t head_stride, int64_t row_stride) const {
-  const Layout& layout = geometry_.layout;
-  const int code_bits = layout.summary == Summary::split_codes ? 1 : layout.has_codes() ? layout.code_bits : 0;
-  run_score(queries, heads, rows, table, code_bits, page_begin, count, scores, head_stride, row_stride);
-}
-
-void Engine::run_score(const void* const* queries, int heads, int rows, const PageTable& table, int code_bits, int page_begin,
-                       int count, float* scores, int64_t head_stride, int64_t row_stride) const {
-  const Layout& layout = geometry_.layout;
-  static thread_local std::vector<float> scratch;
-  if (code_bits > 0) scratch.resize(int64_t{heads} * (rows + 1) * kScoreChunkPages);
-  kernels_.score({queries, heads, rows, page_begin, count, table, layout.summary_elements(), layout.head_dim, code_bits,
-                  geometry_.scale, scores, head_stride, row_stride, scratch.data()});
-  if (takes_common_keys()) add_common(queries, heads, rows, table, page_begin, count, scores, head_stride, row_stride);
 }
 
 void Engine::rank(const Selection& selection) {
@@ -226,7 +167,7 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
                         : static_cast<int>(std::max<int64_t>(kMinSpanPages, (total + parts - 1) / parts));
   spans_.clear();
   int states = 2 * item_count_;
-  for (int i = 0; i < item_count_; ++i) {
+  for (int i : visits_) {
     Item& item = items_[i];
     if (item.progressive) continue;
     const int pages = item.ranked ? item.budget : item.seen_pages();

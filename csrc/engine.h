@@ -258,13 +258,23 @@ class Engine {
 
     int seen_pages() const { return pages - first_page; }
   };
-  struct Span {  // one task: attention for one item, or scoring for all items of a request
-    int item;    // scoring: the request's first
+  struct Span {  // one task: attention for one item, or scoring of its logical blocks (Fluxion)
+    int item;
     const int32_t* pages;  // null: a range
-    int page_begin;  // Fluxion, scoring: this and `count` are logical blocks
+    int page_begin;  // scoring: this and `count` are logical blocks
     int count;
     int state;
     bool ends_microbatch = false;  // progressive
+  };
+  struct Sharer {  // a request with a decode row, in the order of block tables
+    int item;           // its first
+    int common_blocks;  // full ones that its table begins with like that of the sharer before it
+  };
+  struct ScoreSpan {  // one task: scores pages for all items of some sharers, which have them in common
+    int sharer;  // the first of `sharers`
+    int sharers;
+    int page_begin;
+    int count;
   };
   struct HgcaItem {  // the only row of one request, one KV head
     int request;
@@ -315,23 +325,29 @@ class Engine {
   void summarize_page(const PageTable& table, int page, const float* common);
   bool takes_common_keys() const { return geometry_.common_keys && geometry_.layout.summary == Summary::key_codes; }
   bool common_key(const PageTable& table, int page, float* common) const;
-  void add_common(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count, float* scores,
-                  int64_t head_stride, int64_t row_stride) const;
+  void add_common(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count,
+                  float* const* scores) const;
   void attend_exact(const LayerCall& call, const Batch& batch);
   void run_row_block(const LayerCall& call, const Batch& batch, const RowBlock& block, int split);
   void attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection);
   void collect_items(const Batch& batch, const Selection& selection);
   void set_ranked(Item& item) const;
   const Item* find_item(int request, int head) const;  // of the last call; null: it has none
+  void order_sharers(const Batch& batch);
+  void order_visits();
+  int common_pages(int begin, int end) const;
+  void choose_runs();
   void prepare_summary_queries(const LayerCall& call);
-  void add_scoring_spans();
+  void add_score_spans();
+  void add_score_spans(int sharer, int sharers, int page_begin, int page_end);
+  static int score_cut(int page_begin, int pages, int part, int parts);
   void score_and_attend_retained(const LayerCall& call, const Batch& batch);
   void rank(const Selection& selection);
-  void score_span(const LayerCall& call, const Batch& batch, const Span& span);
+  void score_span(const LayerCall& call, const Batch& batch, const ScoreSpan& span);
   void score_summaries(const void* const* queries, int heads, int rows, const PageTable& table, int page_begin, int count,
-                       float* scores, int64_t head_stride, int64_t row_stride) const;
+                       float* const* scores) const;
   void run_score(const void* const* queries, int heads, int rows, const PageTable& table, int code_bits, int page_begin,
-                 int count, float* scores, int64_t head_stride, int64_t row_stride) const;
+                 int count, float* const* scores) const;
   // Sets how far each head's shares may exceed their estimates.
   void bound_errors(const LayerCall& call, const Batch& batch, Item& item) const;
   const float* group_item_scores(Item& item, const float* retained_lse);
@@ -440,6 +456,14 @@ class Engine {
     return pointers.data();
   }
 
+  // Where the rows of an array begin, `stride` floats apart. Valid until the thread calls it again.
+  static float* const* rows_at(float* first, int rows, int64_t stride) {
+    static thread_local std::vector<float*> pointers;
+    pointers.resize(rows);
+    for (int r = 0; r < rows; ++r) pointers[r] = first + r * stride;
+    return pointers.data();
+  }
+
   // A state: max [rows], sum [rows], page_lse_min [rows], output [rows][head_dim].
   int64_t state_floats(int rows) const { return int64_t{rows} * (3 + geometry_.layout.head_dim); }
   float* state(int index) { return states_.data() + index * state_floats(geometry_.group()); }
@@ -464,6 +488,11 @@ class Engine {
   std::vector<float> row_states_;
   std::vector<Item> items_;  // only grows; the first item_count_ are in use
   int item_count_ = 0;
+  std::vector<Sharer> sharers_;
+  std::vector<int> run_begin_;      // [sharers + 1] where the last of the best runs begins that end before each (choose_runs)
+  std::vector<int64_t> run_saved_;  // [sharers + 1] how many scorings of a page these runs save
+  std::vector<int> visits_;         // [item_count_] items in the order in which they read
+  std::vector<ScoreSpan> score_spans_;
   std::vector<Span> spans_;
   int most_parts_ = 1;          // that a microbatch is cut into in a round
   int microbatches_ahead_ = 1;  // that an item reads in a round

@@ -50,7 +50,7 @@ void Engine::score_blocks(const PageTable& table, const void* const* queries, in
   if (layout.summary == Summary::split_codes && !signs_alone)
     weigh_pages(table, queries, rows, pages, of_pages, row_pages);
   else
-    score_summaries(queries, 1, rows, table, pages.begin, pages.count(), of_pages, 0, row_pages);
+    score_summaries(queries, 1, rows, table, pages.begin, pages.count(), rows_at(of_pages, rows, row_pages));
   if (block_pages == 1) return;
   for (int r = 0; r < rows; ++r) {
     for (int b = 0; b < blocks; ++b) {

@@ -39,7 +39,7 @@ void Engine::weigh_listed(const PageTable& table, const void* const* queries, in
       join_codes(table.summary(pages[done + i]), table.fine_part(pages[done + i]), layout.head_dim, codes + i * bytes);
     }
     const PageTable one_block = {nullptr, codes, &block, 0, layout.page_bytes(), bytes, chunk};
-    run_score(queries, 1, rows, one_block, layout.code_bits, 0, chunk, scores + done, 0, stride);
+    run_score(queries, 1, rows, one_block, layout.code_bits, 0, chunk, rows_at(scores + done, rows, stride));
   }
 }
 

@@ -21,12 +21,12 @@ void Engine::score_pages(const RequestPages& of, const char* query, int page_beg
   const int parts = std::clamp(count / kMinScoreSpan, 1, kSpansPerThread * pool_.size());
   pool_.session([&] {
     pool_.for_each(parts, [&](int part) {
-      const int first = static_cast<int>(int64_t{count} * part / parts);
-      const int last = static_cast<int>(int64_t{count} * (part + 1) / parts);
+      const int first = score_cut(page_begin, count, part, parts) - page_begin;
+      const int last = score_cut(page_begin, count, part + 1, parts) - page_begin;
       const int group = geometry_.group();
       if (layout.summary != Summary::split_codes) {
         score_summaries(query_pointers_.data(), geometry_.kv_heads, group, page_table(of, 0), page_begin + first, last - first,
-                        scores + first, int64_t{group} * count, count);
+                        rows_at(scores + first, geometry_.q_heads, count));
         return;
       }
       for (int head = 0; head < geometry_.kv_heads; ++head)

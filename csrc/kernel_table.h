@@ -34,7 +34,8 @@ struct AttendArgs {
 inline constexpr int kChunkPages = 4;        // pages that rows attend to at once
 inline constexpr int kScoreChunkPages = 128;  // pages whose key codes are scored before the logarithms are taken
 
-// Query rows against the summaries of a range of pages, for all KV heads of a request, since a block's summaries lie together.
+// Query rows against the summaries of a range of pages, for all KV heads, since a block's summaries lie together. The rows are of one
+// request, or of several that have these pages in common.
 struct ScoreArgs {
   const void* const* queries;  // [heads * rows] prepared summary operands (see prepare_summary_query)
   int heads;
@@ -46,10 +47,8 @@ struct ScoreArgs {
   int head_dim;
   int code_bits;  // of key codes; 0: another summary
   float scale;
-  float* scores;  // row r of head h at scores + h * head_stride + r * row_stride
-  int64_t head_stride;
-  int64_t row_stride;
-  float* scratch;  // [heads * (rows + 1)][kScoreChunkPages], for key codes
+  float* const* scores;  // [heads * rows] where each row's scores go, page after page
+  float* scratch;        // [heads * (2 * rows + 1)][kScoreChunkPages], for key codes
 };
 
 // Query rows against logical blocks of whole pages of one KV head: bounds from the min/max summaries of a block's pages (Quest).

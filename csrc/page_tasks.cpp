@@ -9,12 +9,11 @@ namespace hybrid_sparse {
 
 void Engine::score_candidates(const LayerCall& call, const Batch& batch, const Selection& selection) {
   collect_items(batch, selection);
-  spans_.clear();
-  add_scoring_spans();
-  if (spans_.empty()) return;
+  add_score_spans();
+  if (score_spans_.empty()) return;
   pool_.session([&] {
     prepare_summary_queries(call);
-    pool_.for_each(static_cast<int>(spans_.size()), [&](int s) { score_span(call, batch, spans_[s]); });
+    pool_.for_each(static_cast<int>(score_spans_.size()), [&](int s) { score_span(call, batch, score_spans_[s]); });
   });
 }
 

@@ -25,7 +25,7 @@ void Engine::attend_progressive(const LayerCall& call, const Batch& batch, const
     if (open == 0) return;
     spans_.clear();
     int next_state = 2 * item_count_;  // the items' own states, which accumulate, come first
-    for (int i = 0; i < item_count_; ++i) {
+    for (int i : visits_) {
       if (items_[i].open) add_round_spans(i, selection, next_state);
     }
     share_round(open, selection);  // for the pages that the items take at this round's end

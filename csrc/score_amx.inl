@@ -47,9 +47,10 @@ static inline void multiply_pages(const char* summaries, int64_t bytes, const ui
   store_tile<0>(products, columns * 4);
 }
 
-// Writes the scores of up to four rows and the pages of `mask`; the rows' products are columns from `products` on.
-static inline void write_rows(const float* products, int columns, int rows, float scale, __mmask8 mask, float* scores,
-                              int64_t stride) {
+// Writes the scores of up to four rows and the pages of `mask`, row r's to scores[r] + `page`; the rows' products are columns from
+// `products` on.
+static inline void write_rows(const float* products, int columns, int rows, float scale, __mmask8 mask, float* const* scores,
+                              int page) {
   __m256 of_pages[4];  // p and p + 4
   for (int p = 0; p < 4; ++p) {
     const __m256 low = _mm256_castps128_ps256(_mm_load_ps(products + p * columns));
@@ -63,7 +64,7 @@ static inline void write_rows(const float* products, int columns, int rows, floa
                              _mm256_unpacklo_pd(high01, high23), _mm256_unpackhi_pd(high01, high23)};
   for (int r = 0; r < 4; ++r) {
     const __m256 scaled = _mm256_mul_ps(_mm256_castpd_ps(of_row[r]), _mm256_set1_ps(scale));
-    if (r < rows) _mm256_mask_storeu_ps(scores + r * stride, mask, scaled);
+    if (r < rows) _mm256_mask_storeu_ps(scores[r] + page, mask, scaled);
   }
 }
 
@@ -80,9 +81,8 @@ static inline void write_scores(const ScoreArgs& args, int columns, const HeadPr
   const int begin = before < 0 ? -before : 0;
   const int end = args.num_pages - before < kTilePages ? args.num_pages - before : kTilePages;
   const __mmask8 mask = static_cast<__mmask8>((1u << end) - (1u << begin));
-  float* scores = args.scores + of.head * args.head_stride + before;
   for (int row = 0; row < args.rows; row += 4)
-    write_rows(of.products + row, columns, args.rows - row, args.scale, mask, scores + row * args.row_stride, args.row_stride);
+    write_rows(of.products + row, columns, args.rows - row, args.scale, mask, args.scores + of.head * args.rows + row, before);
 }
 
 // A result is read again after the next one's products, so that no load waits for its store.
@@ -127,7 +127,7 @@ static void score_amx(const ScoreArgs& all) {
     args.heads = all.heads - head < most_heads ? all.heads - head : most_heads;
     args.queries += head * all.rows;
     args.table.summaries += head * kTilePages * all.table.summary_bytes;
-    args.scores += head * all.head_stride;
+    args.scores += head * all.rows;
     for (int row = 0; row < args.heads * args.rows; ++row)
       pack_operands(static_cast<const float*>(args.queries[row]), args.summary_elements, columns,
                     buffers.queries + row / args.rows * head_pairs + row % args.rows);

@@ -51,14 +51,15 @@ static inline __m128 halves(vf x) {
   const __m256 s = _mm256_add_ps(x.a, x.b);
   return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 }
-// out[i] = scale * sum of the lanes of the i-th argument.
-static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) {
-  const __m128 s = _mm_hadd_ps(_mm_hadd_ps(halves(a), halves(b)), _mm_hadd_ps(halves(c), halves(d)));
+// out[i] = scale * sum of the lanes of x[i].
+static inline void reduce_add4(const vf* x, float scale, float* out) {
+  const __m128 s = _mm_hadd_ps(_mm_hadd_ps(halves(x[0]), halves(x[1])), _mm_hadd_ps(halves(x[2]), halves(x[3])));
   _mm_storeu_ps(out, _mm_mul_ps(s, _mm_set1_ps(scale)));
 }
-// reduce_add4 of each of the first `rows` rows, a row's results at out + row * stride.
-static inline void reduce_add4x4(const vf (&x)[4][4], float scale, int rows, float* out, int64_t stride) {
-  for (int r = 0; r < rows; ++r) reduce_add4(x[r][0], x[r][1], x[r][2], x[r][3], scale, out + r * stride);
+// reduce_add4 of each of the first `rows` rows, a row's results at `at(row)`.
+template <class At>
+static inline void reduce_add4x4(const vf (&x)[4][4], float scale, int rows, At at) {
+  for (int r = 0; r < rows; ++r) reduce_add4(x[r], scale, at(r));
 }
 
 // Lanes from `count` on become `fill`.

@@ -23,34 +23,33 @@ static inline float reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
 static inline float reduce_min(vf x) { return _mm512_reduce_min_ps(x); }
 static inline bool any_above(vf x, float y) { return _mm512_cmp_ps_mask(x, set1(y), _CMP_GT_OQ) != 0; }
 
-static inline __m128 halves(vf x) {
-  const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
-}
-// out[i] = scale * sum of the lanes of the i-th argument.
-static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) {
-  const __m128 s = _mm_hadd_ps(_mm_hadd_ps(halves(a), halves(b)), _mm_hadd_ps(halves(c), halves(d)));
-  _mm_storeu_ps(out, _mm_mul_ps(s, _mm_set1_ps(scale)));
-}
 // In each quarter of the result: the sums of that quarter of x[0] to x[3].
-static inline __m512 quarter_sums(const vf (&x)[4]) {
+static inline __m512 quarter_sums(const vf* x) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
   const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
   const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
   const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
   return _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
 }
-// reduce_add4 of each of the first `rows` rows, a row's results at out + row * stride.
-static inline void reduce_add4x4(const vf (&x)[4][4], float scale, int rows, float* out, int64_t stride) {
+// out[i] = scale * sum of the lanes of x[i]. Lanes are added in the same order as in `reduce_add4x4`.
+static inline void reduce_add4(const vf* x, float scale, float* out) {
+  const __m512 quarters = quarter_sums(x);
+  const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps(quarters, 1));
+  const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+  _mm_storeu_ps(out, _mm_mul_ps(sums, _mm_set1_ps(scale)));
+}
+// reduce_add4 of each of the first `rows` rows, a row's results at `at(row)`.
+template <class At>
+static inline void reduce_add4x4(const vf (&x)[4][4], float scale, int rows, At at) {
   const __m512 a = quarter_sums(x[0]), b = quarter_sums(x[1]), c = quarter_sums(x[2]), d = quarter_sums(x[3]);
   const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
   const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
   const __m512 sums = _mm512_mul_ps(
       set1(scale), _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd)));
-  _mm_storeu_ps(out, _mm512_castps512_ps128(sums));
-  if (rows > 1) _mm_storeu_ps(out + stride, _mm512_extractf32x4_ps(sums, 1));
-  if (rows > 2) _mm_storeu_ps(out + 2 * stride, _mm512_extractf32x4_ps(sums, 2));
-  if (rows > 3) _mm_storeu_ps(out + 3 * stride, _mm512_extractf32x4_ps(sums, 3));
+  _mm_storeu_ps(at(0), _mm512_castps512_ps128(sums));
+  if (rows > 1) _mm_storeu_ps(at(1), _mm512_extractf32x4_ps(sums, 1));
+  if (rows > 2) _mm_storeu_ps(at(2), _mm512_extractf32x4_ps(sums, 2));
+  if (rows > 3) _mm_storeu_ps(at(3), _mm512_extractf32x4_ps(sums, 3));
 }
 
 // Lanes from `count` on become `fill`.

@@ -26,16 +26,14 @@ static inline float reduce_max(vf x) { float r = x.v[0]; HYBRID_SPARSE_LANES r =
 static inline float reduce_min(vf x) { float r = x.v[0]; HYBRID_SPARSE_LANES r = r < x.v[i] ? r : x.v[i]; return r; }
 static inline bool any_above(vf x, float y) { bool r = false; HYBRID_SPARSE_LANES r |= x.v[i] > y; return r; }
 
-// out[i] = scale * sum of the lanes of the i-th argument.
-static inline void reduce_add4(vf a, vf b, vf c, vf d, float scale, float* out) {
-  out[0] = reduce_add(a) * scale;
-  out[1] = reduce_add(b) * scale;
-  out[2] = reduce_add(c) * scale;
-  out[3] = reduce_add(d) * scale;
+// out[i] = scale * sum of the lanes of x[i].
+static inline void reduce_add4(const vf* x, float scale, float* out) {
+  for (int i = 0; i < 4; ++i) out[i] = reduce_add(x[i]) * scale;
 }
-// reduce_add4 of each of the first `rows` rows, a row's results at out + row * stride.
-static inline void reduce_add4x4(const vf (&x)[4][4], float scale, int rows, float* out, int64_t stride) {
-  for (int r = 0; r < rows; ++r) reduce_add4(x[r][0], x[r][1], x[r][2], x[r][3], scale, out + r * stride);
+// reduce_add4 of each of the first `rows` rows, a row's results at `at(row)`.
+template <class At>
+static inline void reduce_add4x4(const vf (&x)[4][4], float scale, int rows, At at) {
+  for (int r = 0; r < rows; ++r) reduce_add4(x[r], scale, at(r));
 }
 
 // Lanes from `count` on become `fill`.

@@ -1,0 +1,130 @@
+"""Requests whose prompts begin alike share blocks. What a row gives does not depend on what it is computed with."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.conftest import GEOMETRIES
+from tests.kernels.served_layer import Request, ServedLayer, Shape
+from tests.kernels.test_common_keys import biased
+from tests.tolerances import assert_close
+from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
+
+RETAINED = RetainedSet(sink_tokens=16, window_tokens=48)
+SELECTIONS = {
+    "dense": SelectionSpec(),
+    "topk": SelectionSpec(ranked=True, budget_ratio=0.2, attributed=0.5),
+    "progressive": SelectionSpec(
+        ranked=True, threshold=0.9, microbatch_pages=4, estimated_remainder=True, attributed=0.5
+    ),
+    "psa": SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=4),
+}
+SYSTEM_TOKENS, DOCUMENT_TOKENS = 256, 1024  # whole blocks of every size
+Plan = list[list[int]]
+
+
+def fork(layer: ServedLayer, of: Request, tokens: int, own_tokens: int) -> Request:
+    """A request that shares the first `tokens`, whole blocks, with another and goes on with its own."""
+    assert tokens % layer.shape.block_tokens == 0
+    request = Request(of.key[:tokens], of.value[:tokens], of.blocks[: tokens // layer.shape.block_tokens])
+    if own_tokens:
+        layer.step([(request, own_tokens)], attend=False)
+    return request
+
+
+def served(shape: Shape, *, biased_keys: bool = False) -> tuple[ServedLayer, list[Request]]:
+    """A layer and requests over three documents, two of which begin with one system prompt, in mixed order.
+
+    Common keys are subtracted only if a step says which pages it fills, which one that attends does.
+    """
+    layer = ServedLayer(shape, num_blocks=40 + 16384 // shape.block_tokens, seed=3)
+    system = layer.start()
+    documents = []
+    for of_system in (SYSTEM_TOKENS, SYSTEM_TOKENS, 0):
+        if not system.key.numel():
+            tokens = biased(shape, SYSTEM_TOKENS, 0) if biased_keys else None
+            layer.step([(system, SYSTEM_TOKENS)], attend=biased_keys, tokens=tokens)
+        document = fork(layer, system, of_system, 0)
+        count = DOCUMENT_TOKENS - of_system
+        tokens = biased(shape, count, of_system) if biased_keys else None
+        layer.step([(document, count)], attend=biased_keys, tokens=tokens)
+        documents.append(document)
+    requests = [fork(layer, documents[i % 3], DOCUMENT_TOKENS, 1 + 37 * i) for i in range(10)]
+    requests += [fork(layer, documents[0], DOCUMENT_TOKENS // 2, own) for own in (5, 300)]  # leave it half-way
+    requests.append(documents[1])  # the document itself
+    requests += [fork(layer, system, SYSTEM_TOKENS, 70), fork(layer, system, 0, 500)]
+    requests.append(fork(layer, system, 0, 20))  # nothing but its retained set
+    random.Random(0).shuffle(requests)
+    return layer, requests
+
+
+def decode(layer: ServedLayer, requests: list[Request], query: Tensor, chosen: str) -> tuple[Tensor, list[Plan]]:
+    """One decode row of each request, [requests, q_heads, head_dim], and the pages that each KV head read."""
+    count = len(requests)
+    batch = layer.batch(requests, [1] * count, [True] * count, [-1] * count)
+    output = torch.full_like(query, torch.nan)
+    layer.attention.forward(query, None, None, layer.kv_cache, batch, SELECTIONS[chosen], RETAINED, output)
+    heads = range(layer.shape.num_kv_heads)
+    return output, [[layer.attention.last_plan(row, head) for head in heads] for row in range(count)]
+
+
+def decode_alone(layer: ServedLayer, requests: list[Request], query: Tensor, chosen: str) -> tuple[Tensor, list[Plan]]:
+    """The same, each in a batch of its own."""
+    rows = [decode(layer, [request], query[row : row + 1], chosen) for row, request in enumerate(requests)]
+    return torch.cat([output for output, _ in rows]), [plan for _, (plan,) in rows]
+
+
+@pytest.mark.parametrize("chosen", SELECTIONS)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_rows_are_what_they_are_alone(isa: str, geometry: str, chosen: str) -> None:
+    q_heads, kv_heads, head_dim, block_tokens = GEOMETRIES[geometry]
+    summary = "minmax" if chosen == "psa" else "none" if chosen == "dense" else "key_codes"
+    shape = Shape(
+        dtype=torch.bfloat16,
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        summary=summary,
+        isa=isa,
+    )
+    layer, requests = served(shape)
+    query = 2.0 * layer.random(len(requests), q_heads, head_dim)
+    expected, plans = decode_alone(layer, requests, query, chosen)
+    together, plans_together = decode(layer, requests, query, chosen)
+    assert plans_together == plans
+    assert torch.equal(together, expected)
+    order = torch.randperm(len(requests), generator=layer.generator)
+    shuffled, _ = decode(layer, [requests[i] for i in order], query[order], chosen)
+    assert torch.equal(shuffled, expected[order])
+    if chosen in ("topk", "progressive"):
+        distinct = {str(plan) for plan in plans}
+        assert len(distinct) > 10, "rows of one document read the same: mixed-up scores would not be seen"
+
+
+@pytest.mark.parametrize("chosen", ["topk", "progressive"])
+def test_common_keys_are_added_to_every_row(isa: str, chosen: str) -> None:
+    codes: dict[str, Any] = {"summary": "key_codes", "common_keys": True}
+    layer, requests = served(Shape(num_q_heads=6, isa=isa, **codes), biased_keys=True)
+    query = layer.random(len(requests), 6, 64)
+    expected, plans = decode_alone(layer, requests, query, chosen)
+    together, plans_together = decode(layer, requests, query, chosen)
+    assert plans_together == plans
+    assert torch.equal(together, expected)
+    assert len({str(plan) for plan in plans}) > 5
+
+
+@pytest.mark.parametrize("chosen", SELECTIONS)
+def test_threads_share_the_work(isa: str, chosen: str) -> None:
+    """Which thread adds up what depends on the batch, so the last bits do."""
+    shape = Shape(num_q_heads=6, isa=isa, num_threads=3, summary="key_codes" if chosen != "psa" else "minmax")
+    layer, requests = served(shape)
+    query = 2.0 * layer.random(len(requests), 6, 64)
+    expected, plans = decode_alone(layer, requests, query, chosen)
+    together, plans_together = decode(layer, requests, query, chosen)
+    if chosen != "psa":  # reads ahead where threads would wait, and drops what was not needed
+        assert plans_together == plans
+    assert_close(together, expected)
