@@ -267,7 +267,9 @@ class Engine {
     bool ends_microbatch = false;  // progressive
   };
   struct Sharer {  // a request with a decode row, in the order of block tables
-    int item;           // its first
+    int item;  // its first
+    const int32_t* blocks;
+    int full_blocks;
     int common_blocks;  // full ones that its table begins with like that of the sharer before it
   };
   struct ScoreSpan {  // one task: scores pages for all items of some sharers, which have them in common

@@ -16,20 +16,20 @@ constexpr int kFewestSharedPages = 16;  // fewer are not worth a task of their o
 // Brings the requests into the order of their block tables, so that those with the longest common prefixes are neighbours.
 void Engine::order_sharers(const Batch& batch) {
   sharers_.clear();
-  for (int i = 0; i < item_count_; i += geometry_.kv_heads) sharers_.push_back({i, 0});
-  const auto begin_of = [&](const Sharer& s) { return batch.block_table + items_[s.item].request * batch.block_table_stride; };
-  const auto size_of = [&](const Sharer& s) { return items_[s.item].seq_len / geometry_.layout.block_tokens; };
-  const auto end_of = [&](const Sharer& s) { return begin_of(s) + size_of(s); };
-  std::sort(sharers_.begin(), sharers_.end(), [&](const Sharer& a, const Sharer& b) {
-    const auto [in_a, in_b] = std::mismatch(begin_of(a), end_of(a), begin_of(b), end_of(b));
-    if (in_a != end_of(a) && in_b != end_of(b)) return *in_a < *in_b;
-    return std::pair(size_of(a), a.item) < std::pair(size_of(b), b.item);
-  });
-  for (size_t s = 1; s < sharers_.size(); ++s) {
-    const int32_t* begin = begin_of(sharers_[s]);
-    sharers_[s].common_blocks = static_cast<int>(
-        std::mismatch(begin, end_of(sharers_[s]), begin_of(sharers_[s - 1]), end_of(sharers_[s - 1])).first - begin);
+  for (int i = 0; i < item_count_; i += geometry_.kv_heads) {
+    const int32_t* blocks = batch.block_table + items_[i].request * batch.block_table_stride;
+    sharers_.push_back({i, blocks, items_[i].seq_len / geometry_.layout.block_tokens, 0});
   }
+  const auto common = [](const Sharer& a, const Sharer& b) {
+    const int32_t* end = a.blocks + std::min(a.full_blocks, b.full_blocks);
+    return static_cast<int>(std::mismatch(a.blocks, end, b.blocks).first - a.blocks);
+  };
+  std::sort(sharers_.begin(), sharers_.end(), [&](const Sharer& a, const Sharer& b) {
+    const int place = common(a, b);
+    if (place < a.full_blocks && place < b.full_blocks) return a.blocks[place] < b.blocks[place];
+    return std::pair(a.full_blocks, a.item) < std::pair(b.full_blocks, b.item);
+  });
+  for (size_t s = 1; s < sharers_.size(); ++s) sharers_[s].common_blocks = common(sharers_[s - 1], sharers_[s]);
 }
 
 // Items of one KV head whose requests share blocks read one after another, while a core's cache has the shared pages.
