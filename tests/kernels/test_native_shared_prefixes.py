@@ -22,6 +22,7 @@ SELECTIONS = {
     ),
     "psa": SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=4),
 }
+SUMMARIES = {"dense": "none", "topk": "key_codes", "progressive": "key_codes", "psa": "minmax"}
 SYSTEM_TOKENS, DOCUMENT_TOKENS = 256, 1024  # whole blocks of every size
 Plan = list[list[int]]
 
@@ -41,17 +42,17 @@ def served(shape: Shape, *, biased_keys: bool = False) -> tuple[ServedLayer, lis
     Common keys are subtracted only if a step says which pages it fills, which one that attends does.
     """
     layer = ServedLayer(shape, num_blocks=40 + 16384 // shape.block_tokens, seed=3)
+
+    def extend(request: Request, end: int) -> None:
+        begin = len(request.key)
+        tokens = biased(shape, end - begin, begin) if biased_keys else None
+        layer.step([(request, end - begin)], attend=biased_keys, tokens=tokens)
+
     system = layer.start()
-    documents = []
-    for of_system in (SYSTEM_TOKENS, SYSTEM_TOKENS, 0):
-        if not system.key.numel():
-            tokens = biased(shape, SYSTEM_TOKENS, 0) if biased_keys else None
-            layer.step([(system, SYSTEM_TOKENS)], attend=biased_keys, tokens=tokens)
-        document = fork(layer, system, of_system, 0)
-        count = DOCUMENT_TOKENS - of_system
-        tokens = biased(shape, count, of_system) if biased_keys else None
-        layer.step([(document, count)], attend=biased_keys, tokens=tokens)
-        documents.append(document)
+    extend(system, SYSTEM_TOKENS)
+    documents = [fork(layer, system, shared, 0) for shared in (SYSTEM_TOKENS, SYSTEM_TOKENS, 0)]
+    for document in documents:
+        extend(document, DOCUMENT_TOKENS)
     requests = [fork(layer, documents[i % 3], DOCUMENT_TOKENS, 1 + 37 * i) for i in range(10)]
     requests += [fork(layer, documents[0], DOCUMENT_TOKENS // 2, own) for own in (5, 300)]  # leave it half-way
     requests.append(documents[1])  # the document itself
@@ -81,14 +82,13 @@ def decode_alone(layer: ServedLayer, requests: list[Request], query: Tensor, cho
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_rows_are_what_they_are_alone(isa: str, geometry: str, chosen: str) -> None:
     q_heads, kv_heads, head_dim, block_tokens = GEOMETRIES[geometry]
-    summary = "minmax" if chosen == "psa" else "none" if chosen == "dense" else "key_codes"
     shape = Shape(
         dtype=torch.bfloat16,
         num_q_heads=q_heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         block_tokens=block_tokens,
-        summary=summary,
+        summary=SUMMARIES[chosen],
         isa=isa,
     )
     layer, requests = served(shape)
@@ -120,7 +120,7 @@ def test_common_keys_are_added_to_every_row(isa: str, chosen: str) -> None:
 @pytest.mark.parametrize("chosen", SELECTIONS)
 def test_threads_share_the_work(isa: str, chosen: str) -> None:
     """Which thread adds up what depends on the batch, so the last bits do."""
-    shape = Shape(num_q_heads=6, isa=isa, num_threads=3, summary="key_codes" if chosen != "psa" else "minmax")
+    shape = Shape(num_q_heads=6, isa=isa, num_threads=3, summary=SUMMARIES[chosen])
     layer, requests = served(shape)
     query = 2.0 * layer.random(len(requests), 6, 64)
     expected, plans = decode_alone(layer, requests, query, chosen)

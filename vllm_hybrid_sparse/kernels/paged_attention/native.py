@@ -312,7 +312,7 @@ class NativeAttention:
             )
 
     def stats(self) -> _native.Stats:
-        """Sums over the calls since the last `reset_stats`; see `Stats` in csrc/engine.h."""
+        """Sums over the calls since the last `reset_stats`; see `Stats` in csrc/layer_call.h."""
         return self.engine.stats()
 
     def reset_stats(self) -> None:
