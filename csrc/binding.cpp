@@ -148,11 +148,11 @@ NB_MODULE(_native, m) {
 
   nb::class_<Selection>(m, "Selection")
       .def(nb::new_([](bool ranked, double budget_ratio, int max_pages, double threshold, int microbatch_pages,
-                       bool estimated_remainder, float attributed, int sink_tokens, int window_tokens) {
+                       bool estimated_remainder, float attributed, int prefix_sharers, int sink_tokens, int window_tokens) {
         return Selection{ranked, budget_ratio, max_pages, threshold, microbatch_pages, estimated_remainder, attributed,
-                         sink_tokens, window_tokens};
+                         prefix_sharers, sink_tokens, window_tokens};
       }), nb::kw_only(), "ranked"_a, "budget_ratio"_a, "max_pages"_a, "threshold"_a, "microbatch_pages"_a,
-           "estimated_remainder"_a, "attributed"_a, "sink_tokens"_a, "window_tokens"_a)
+           "estimated_remainder"_a, "attributed"_a, "prefix_sharers"_a, "sink_tokens"_a, "window_tokens"_a)
       .def_ro("ranked", &Selection::ranked)
       .def_ro("estimated_remainder", &Selection::estimated_remainder)
       .def("budget", &Selection::budget, "candidates"_a)
@@ -199,6 +199,7 @@ NB_MODULE(_native, m) {
       .def_ro("pages_total", &Stats::pages_total)
       .def_ro("pages_candidate", &Stats::pages_candidate)
       .def_ro("pages_read", &Stats::pages_read)
+      .def_ro("pages_shared", &Stats::pages_shared)
       .def_ro("pages_wasted", &Stats::pages_wasted)
       .def_ro("summaries_scored", &Stats::summaries_scored)
       .def_ro("summary_bytes", &Stats::summary_bytes)

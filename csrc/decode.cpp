@@ -11,6 +11,7 @@ namespace hybrid_sparse {
 void Engine::attend_decode(const LayerCall& call, const Batch& batch, const Selection& selection) {
   collect_items(batch, selection);
   if (item_count_ == 0) return;
+  share_prefixes(selection);
   score_and_attend_retained(call, batch);
   rank(selection);
   attend_selected(call, batch);
@@ -45,8 +46,11 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
       item.seq_len = seq_len;
       item.first_page = first_page;
       item.pages = pages;
+      item.first_candidate = begin;
       item.candidate_begin = begin;
       item.candidate_end = end;
+      item.prefix_run = -1;
+      item.prefix_pages = 0;
       item.ranked = false;
       item.anchor = nullptr;
       item.progressive = progressive;
@@ -78,25 +82,27 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
 // Makes the item ranked: it chooses candidates by rank, and attends its retained set separately.
 void Engine::set_ranked(Item& item) const {
   item.ranked = true;
-  for (int p = 0; p < item.candidate_begin; ++p) item.retained.push_back(p);
-  for (int p = item.candidate_end; p < item.pages; ++p) item.retained.push_back(p);
+  for (int p = item.prefix_pages; p < item.candidate_begin; ++p) item.retained.push_back(p);
+  for (int p = std::max(item.candidate_end, item.prefix_pages); p < item.pages; ++p) item.retained.push_back(p);
 }
 
-// Scores the candidates' summaries for each query head, and attends the retained sets at the same time.
+// Scores the candidates' summaries for each query head, and attends common prefixes and the retained sets at the same time.
 void Engine::score_and_attend_retained(const LayerCall& call, const Batch& batch) {
   add_score_spans();
-  if (score_spans_.empty()) return;
-  prepare_summary_queries(call);
+  if (score_spans_.empty() && prefix_spans_.empty()) return;
+  if (!score_spans_.empty()) prepare_summary_queries(call);
   spans_.clear();
   for (int i : visits_) {
     const Item& item = items_[i];
     if (item.ranked) spans_.push_back({i, item.retained.data(), 0, static_cast<int>(item.retained.size()), i});
   }
   reserve_states(2 * item_count_);
+  const int prefixes = static_cast<int>(prefix_spans_.size());
   const int scoring = static_cast<int>(score_spans_.size());
-  pool_.for_each(scoring + static_cast<int>(spans_.size()), [&](int task) {
-    if (task < scoring) return score_span(call, batch, score_spans_[task]);
-    const Span& span = spans_[task - scoring];
+  pool_.for_each(prefixes + scoring + static_cast<int>(spans_.size()), [&](int task) {
+    if (task < prefixes) return attend_prefix(call, batch, prefix_spans_[task]);
+    if (task < prefixes + scoring) return score_span(call, batch, score_spans_[task - prefixes]);
+    const Span& span = spans_[task - prefixes - scoring];
     attend_span(call, batch, span);
     add_sinks(call, state(span.state), geometry_.group(), items_[span.item].head);
   });
@@ -132,6 +138,7 @@ void Engine::rank_item(Item& item, int index, const Selection& selection) {
   const int group = geometry_.group();
   const int candidates = item.candidate_end - item.candidate_begin;
   const bool weighs = geometry_.layout.has_codes();
+  merge_prefix(item, state(index));
   static thread_local std::vector<float> retained;
   if (weighs) {
     retained.resize(group);
@@ -159,7 +166,7 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
   int64_t total = 0;
   for (int i = 0; i < item_count_; ++i) {
     const Item& item = items_[i];
-    if (!item.progressive) total += item.ranked ? item.budget : item.seen_pages();
+    if (!item.progressive) total += item.ranked ? item.budget : item.own_pages();
   }
   const int64_t parts = pool_.size() == 1 ? 1 : int64_t{kSpansPerThread} * pool_.size();
   const int span_pages =
@@ -170,7 +177,7 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
   for (int i : visits_) {
     Item& item = items_[i];
     if (item.progressive) continue;
-    const int pages = item.ranked ? item.budget : item.seen_pages();
+    const int pages = item.ranked ? item.budget : item.own_pages();
     item.first_state = states;
     item.states = std::max(pages - 1, 0) / span_pages + 1;
     item.pending = item.states;
@@ -178,7 +185,7 @@ void Engine::attend_selected(const LayerCall& call, const Batch& batch) {
       const int begin = static_cast<int>(int64_t{pages} * s / item.states);
       const int end = static_cast<int>(int64_t{pages} * (s + 1) / item.states);
       const int32_t* named = item.ranked ? item.order.data() + begin : nullptr;
-      spans_.push_back({i, named, item.first_page + begin, end - begin, states++});
+      spans_.push_back({i, named, item.own_begin() + begin, end - begin, states++});
     }
   }
   if (spans_.empty()) return;
@@ -221,6 +228,7 @@ void Engine::finish_item(const LayerCall& call, Item& item, int index) {
     if (attributed_ > 0.0f) attribute_unread(item, state(index), read);
     merge_state(read, state(index), group);
   } else {
+    merge_prefix(item, read);
     add_sinks(call, read, group, item.head);
   }
   store_rows(call, read, item.token, item.head);
@@ -252,12 +260,14 @@ void Engine::count_stats() {
   stats_.items += item_count_;
   for (int i = 0; i < item_count_; ++i) {
     const Item& item = items_[i];
-    const int candidates = item.candidate_end - item.candidate_begin;
+    const int candidates = item.candidates();
     const int selected = item.ranked ? static_cast<int>(item.order.size()) : item.budget;
     const int pages = item.seen_pages();
     stats_.pages_total += pages;
-    stats_.pages_candidate += candidates;
-    stats_.pages_read += pages - candidates + selected;
+    const int shared = item.prefix_run >= 0 && item.prefix_row > 0 ? item.prefix_pages : 0;  // the run's first request counts them as read
+    stats_.pages_candidate += item.candidate_end - item.first_candidate;
+    stats_.pages_read += pages - candidates + selected - shared;
+    stats_.pages_shared += shared;
     stats_.pages_wasted += item.wasted;
     const bool streams = item.anchor && item.granularity == 0;
     const int scored = item.ranked && !streams ? candidates : 0;
@@ -284,10 +294,10 @@ const Engine::Item* Engine::find_item(int request, int head) const {
 std::vector<int32_t> Engine::last_plan(int request, int kv_head) const {
   const Item* item = find_item(request, kv_head);
   if (!item) return {};
-  if (item->ranked) return item->order;
-  std::vector<int32_t> all(item->candidate_end - item->candidate_begin);
-  std::iota(all.begin(), all.end(), item->candidate_begin);
-  return all;
+  std::vector<int32_t> plan((item->ranked ? item->candidate_begin : item->candidate_end) - item->first_candidate);
+  std::iota(plan.begin(), plan.end(), item->first_candidate);
+  if (item->ranked) plan.insert(plan.end(), item->order.begin(), item->order.end());
+  return plan;
 }
 
 }  // namespace hybrid_sparse

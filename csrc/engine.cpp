@@ -226,19 +226,19 @@ void Engine::add_sinks(const LayerCall& call, float* of_state, int rows, int hea
 }
 
 // into <- state over the union of both states' keys (HGCA, section 3.3), unnormalised.
-void Engine::merge_state(float* into, const float* from, int rows) const {
+void Engine::merge_rows(float* into, int rows, const float* from, int from_rows, int first) const {
   const int head_dim = geometry_.layout.head_dim;
   for (int r = 0; r < rows; ++r) {
     const float a = into[r];
-    const float b = from[r];
+    const float b = from[first + r];
     const float high = std::max(a, b);
     if (high == -std::numeric_limits<float>::infinity()) continue;
     const float keep = std::exp(a - high);
     const float take = std::exp(b - high);
     into[r] = high;
-    into[rows + r] = into[rows + r] * keep + from[rows + r] * take;
+    into[rows + r] = into[rows + r] * keep + from[from_rows + first + r] * take;
     float* out = into + 3 * rows + int64_t{r} * head_dim;
-    const float* other = from + 3 * rows + int64_t{r} * head_dim;
+    const float* other = from + 3 * from_rows + int64_t{first + r} * head_dim;
     for (int d = 0; d < head_dim; ++d) out[d] = out[d] * keep + other[d] * take;
   }
 }

@@ -19,6 +19,7 @@ namespace hybrid_sparse {
 
 inline constexpr int kSpansPerThread = 3;  // parts that a call's reading is cut into: enough to even out, few enough to merge
 inline constexpr int kMinScoreSpan = 64;  // a scoring task takes at least the summaries of this many pages
+inline constexpr int kFewestSharedPages = 16;  // of several requests; fewer are not worth a task of their own
 inline constexpr int kMinSpanPages = 16;  // an attention task takes at least this many pages, if threads share the work
 
 inline constexpr double kMostLogShare = 600.0;  // of the logarithm of a share, so that it stays finite
@@ -123,8 +124,12 @@ class Engine {
     int seq_len;
     int first_page;  // the first that the row sees; 0 without a sliding window
     int pages;       // end of the pages that it sees
-    int candidate_begin;
+    int first_candidate;
+    int candidate_begin;  // of the candidates that are left to the selection
     int candidate_end;
+    int prefix_run;    // among `prefix_runs_`; -1: none
+    int prefix_row;    // the item's first among the rows of a KV head in that run
+    int prefix_pages;  // pages [0, prefix_pages) are read for all requests of the run; 0: no run
     bool ranked;
     bool progressive;
     int first_state;  // of its `states`; a ranked item's retained set has another state, at the item's own index
@@ -154,6 +159,10 @@ class Engine {
     int fine_parts;                    // anchor: pages whose split codes were read whole
 
     int seen_pages() const { return pages - first_page; }
+    // Of these, what is not read with others.
+    int own_begin() const { return std::max(first_page, prefix_pages); }
+    int own_pages() const { return pages - own_begin(); }
+    int candidates() const { return candidate_end - candidate_begin; }
   };
   struct Span {  // one task: attention for one item, or scoring of its logical blocks (Fluxion)
     int item;
@@ -168,6 +177,20 @@ class Engine {
     const int32_t* blocks;
     int full_blocks;
     int common_blocks;  // full ones that its table begins with like that of the sharer before it
+  };
+  struct PrefixRun {  // sharers whose first pages are read once for all of them
+    int sharer;  // the first of `sharers`
+    int sharers;
+    int pages;
+    int first_span;  // of the first KV head; the spans of a KV head lie together
+    int parts;       // spans of a KV head
+  };
+  struct PrefixSpan {  // one task: some of a run's pages, one KV head
+    int run;
+    int head;
+    int page_begin;
+    int count;
+    int64_t state;  // where its state begins, of all the rows that the run has for the KV head
   };
   struct ScoreSpan {  // one task: scores pages for all items of some sharers, which have them in common
     int sharer;  // the first of `sharers`
@@ -236,6 +259,13 @@ class Engine {
   void order_visits();
   int common_pages(int begin, int end) const;
   void choose_runs();
+  int needed_sharers(const Selection& selection) const;
+  void share_prefixes(const Selection& selection);
+  void choose_prefix_runs(const Selection& selection);
+  void leave_to_run(int run, int sharer, const Selection& selection);
+  void add_prefix_spans();
+  void attend_prefix(const LayerCall& call, const Batch& batch, const PrefixSpan& span);
+  void merge_prefix(const Item& item, float* into) const;
   void prepare_summary_queries(const LayerCall& call);
   void add_score_spans();
   void add_score_spans(int sharer, int sharers, int page_begin, int page_end);
@@ -372,7 +402,9 @@ class Engine {
   void clear_state(float* of_state) const;
   void reserve_states(int count);
   float lse(const float* of_state, int row) const;  // log-sum-exp of what the state has read
-  void merge_state(float* into, const float* from, int rows) const;
+  void merge_state(float* into, const float* from, int rows) const { merge_rows(into, rows, from, rows, 0); }
+  // The same for `rows` rows of a larger state with `from_rows`, from its row `first` on.
+  void merge_rows(float* into, int rows, const float* from, int from_rows, int first) const;
   // A group's state as normalised rows [group][head_dim] and their log-sum-exp; zeros and -inf where nothing was read.
   void normalise_state(const float* of_state, float* out, float* lse_out) const;
 
@@ -389,8 +421,12 @@ class Engine {
   int item_count_ = 0;
   std::vector<Sharer> sharers_;
   std::vector<int> run_begin_;      // [sharers + 1] where the last of the best runs begins that end before each (choose_runs)
+  std::vector<int> run_pages_;      // [sharers + 1] their common pages (choose_prefix_runs)
   std::vector<int64_t> run_saved_;  // [sharers + 1] how many scorings of a page these runs save
   std::vector<int> visits_;         // [item_count_] items in the order in which they read
+  std::vector<PrefixRun> prefix_runs_;
+  std::vector<PrefixSpan> prefix_spans_;
+  std::vector<float> prefix_states_;
   std::vector<ScoreSpan> score_spans_;
   std::vector<Span> spans_;
   int most_parts_ = 1;          // that a microbatch is cut into in a round

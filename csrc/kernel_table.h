@@ -136,6 +136,9 @@ struct Kernels {
                      float* value_sum);
   // The scaled product of a row with a vector [head_dim]. `operands`: the row's for `score` by key codes.
   float (*query_product)(const void* operands, const float* vector, int head_dim);
+  // How many requests must select pages of a common prefix, by a threshold, for `attend` to take less time for all of its pages at
+  // once; 0: no number of them. Measured with SmolLM2 at 7168 tokens (benchmarks/TRIED.md).
+  int prefix_sharers = 0;
 };
 
 struct Isa {

@@ -53,6 +53,10 @@ struct Selection {
   bool estimated_remainder = false;
   // Share of the unread candidates' estimated weight (key codes) that goes to the candidates read; the rest is left out.
   float attributed = 0.0f;
+  // How many requests must have pages at their beginning in common for these to be read once and attended to exactly, instead of
+  // as each request selects; kAsFast: where that takes less time. Two are enough if none selects. 0: never, whoever reads.
+  int prefix_sharers = kAsFast;
+  static constexpr int kAsFast = -1;
   int sink_tokens = 0;        // retained set, always attended densely
   int window_tokens = kPageTokens;
 
@@ -100,7 +104,8 @@ struct Stats {
   int64_t items = 0;              // (request, KV head) pairs
   int64_t pages_total = 0;        // a full read of the context
   int64_t pages_candidate = 0;
-  int64_t pages_read = 0;         // retained and selected
+  int64_t pages_read = 0;         // retained and selected, but for those of the next row
+  int64_t pages_shared = 0;       // attended to, but read for another request of the same step (prefix_attention.cpp)
   int64_t pages_wasted = 0;       // read past the stop and dropped
   int64_t summaries_scored = 0;
   int64_t summary_bytes = 0;      // of these; with split codes, the coarse parts and the fine parts read

@@ -9,7 +9,6 @@ namespace hybrid_sparse {
 namespace {
 
 constexpr int kMostSharedRows = 24;     // of a KV head that are scored together; their operands stay in the L1 cache
-constexpr int kFewestSharedPages = 16;  // fewer are not worth a task of their own
 
 }  // namespace
 
@@ -65,8 +64,9 @@ void Engine::choose_runs() {
     run_begin_[end] = end - 1;
     run_saved_[end] = run_saved_[end - 1];
     for (int begin = end - 2; begin >= 0 && end - begin <= most; --begin) {
-      const int pages = common_pages(begin, end) - items_[sharers_[begin].item].candidate_begin;
-      if (pages < kFewestSharedPages) break;
+      const int first = items_[sharers_[begin].item].candidate_begin;
+      const int pages = common_pages(begin, end) - first;
+      if (pages < kFewestSharedPages || first != items_[sharers_[begin + 1].item].candidate_begin) break;
       const int64_t saved = run_saved_[begin] + int64_t{end - begin - 1} * pages;
       if (saved <= run_saved_[end]) continue;
       run_begin_[end] = begin;

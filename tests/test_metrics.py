@@ -13,6 +13,7 @@ STEP = DecodeStats(
     selections=60,
     pages_total=1000,
     pages_read=90,
+    pages_shared=60,
     pages_wasted=10,
     total_bytes=8 * GIB,
     read_bytes=GIB,
@@ -28,13 +29,13 @@ STEP = DecodeStats(
 
 def test_the_native_sums_are_taken_over_by_name() -> None:
     native = SimpleNamespace(
-        items=1, pages_total=20, pages_read=3, pages_wasted=4, summary_bytes=40, stopped_early=6, judged=7,
-        kept_mass=6.5, microbatches=8, streaming=9, anchor_pages=10,
+        items=1, pages_total=20, pages_read=3, pages_shared=5, pages_wasted=4, summary_bytes=40, stopped_early=6,
+        judged=7, kept_mass=6.5, microbatches=8, streaming=9, anchor_pages=10,
     )  # fmt: skip
     layout = SimpleNamespace(page_bytes=100)
     assert DecodeStats.from_native(native, layout) == DecodeStats(
-        selections=1, pages_total=20, pages_read=3, pages_wasted=4, total_bytes=2000, read_bytes=740, summary_bytes=40,
-        early_stops=6, judged=7, kept_mass=6.5, microbatches=8, streaming=9, anchor_bytes=1000,
+        selections=1, pages_total=20, pages_read=3, pages_shared=5, pages_wasted=4, total_bytes=2000, read_bytes=740,
+        summary_bytes=40, early_stops=6, judged=7, kept_mass=6.5, microbatches=8, streaming=9, anchor_bytes=1000,
     )  # fmt: skip
 
 
@@ -49,8 +50,8 @@ def test_every_sum_is_added() -> None:
 def test_the_line_says_what_was_read_and_kept() -> None:
     assert STEP.describe(seconds=4.0, packed_bytes=GIB // 2) == (
         "hybrid_sparse: decoded 30 tokens (7.5 a second), reading 12.5% of their KV cache (1.00 of 8.00 GiB); "
-        "kept 97.5% of the attention weight by estimate; 10.0% of the pages read were dropped; "
-        "5.0% of the groups streamed; anchors took 0.25 GiB more; packed copies hold 0.50 GiB"
+        "kept 97.5% of the attention weight by estimate; 40.0% of the pages attended to were read for other requests too; "
+        "10.0% of the pages read were dropped; 5.0% of the groups streamed; anchors took 0.25 GiB more; packed copies hold 0.50 GiB"
     )
 
 

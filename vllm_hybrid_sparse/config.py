@@ -152,7 +152,13 @@ class HybridSparseConfig(Settings):
             return SelectionSpec(attributed=attributed)
         if self.policy == "topk":
             ratio, pages = self.topk_ratio or 1.0, self.topk_pages
-            return SelectionSpec(ranked=True, budget_ratio=ratio, max_pages=pages, attributed=attributed)
+            return SelectionSpec(
+                ranked=True,
+                budget_ratio=ratio,
+                max_pages=pages,
+                attributed=attributed,
+                prefix_sharers=self.prefix_sharers,
+            )
         assert self.threshold is not None
         assert self.microbatch_pages is not None
         return SelectionSpec(
@@ -161,6 +167,7 @@ class HybridSparseConfig(Settings):
             microbatch_pages=self.microbatch_pages,
             estimated_remainder=self.remainder == "estimated",
             attributed=attributed,
+            prefix_sharers=self.prefix_sharers,
         )
 
     @property

@@ -18,6 +18,7 @@ class DecodeStats:
     selections: int = 0
     pages_total: int = 0  # a full read
     pages_read: int = 0  # retained set and selected, K and V
+    pages_shared: int = 0  # attended to as well, but read for another row: common prefixes are read once for several
     pages_wasted: int = 0  # read ahead of a stop and dropped
     total_bytes: int = 0  # a full read
     read_bytes: int = 0  # pages read or wasted, and summaries scored
@@ -42,6 +43,7 @@ class DecodeStats:
             selections=stats.items,
             pages_total=stats.pages_total,
             pages_read=stats.pages_read,
+            pages_shared=stats.pages_shared,
             pages_wasted=stats.pages_wasted,
             total_bytes=stats.pages_total * layout.page_bytes,
             read_bytes=pages * layout.page_bytes + stats.summary_bytes,
@@ -72,6 +74,9 @@ class DecodeStats:
         ]
         if self.judged:
             parts.append(f"kept {self.kept_mass / self.judged:.1%} of the attention weight by estimate")
+        if self.pages_shared:
+            shared = self.pages_shared / (self.pages_read + self.pages_shared)
+            parts.append(f"{shared:.1%} of the pages attended to were read for other requests too")
         if self.pages_wasted:
             wasted = self.pages_wasted / (self.pages_read + self.pages_wasted)
             parts.append(f"{wasted:.1%} of the pages read were dropped")

@@ -184,6 +184,20 @@ class Settings:
             summaries=("key_codes",),
         )
     )
+    prefix_sharers: int | None = setting_field(
+        Setting(
+            kind=int,
+            default=None,
+            values="0, or 2 to 1024",
+            allows=lambda value: value == 0 or 2 <= value <= 1024,
+            meaning="from how many requests of a step on the pages that they begin with in common (prefix caching) are "
+            "read once and attended to exactly, instead of as each request selects; 0: never; if not set, progressive "
+            "does so where it takes less time, which is from 6 requests on with AMX and bfloat16, and topk never",
+            unit="requests",
+            policies=PAGE_POLICIES[1:],
+            devices=("none",),
+        )
+    )
     sink_tokens: int = setting_field(
         Setting(
             kind=int,

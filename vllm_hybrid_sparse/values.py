@@ -139,6 +139,10 @@ class SelectionSpec:
     # Share, in [0, 1], of the unread pages' estimated weight that goes to the candidates read: their state counts for
     # more in the merge. The rest is left out. In the papers, and without key codes, all of it is left out.
     attributed: float = 0.0
+    # From how many requests on the pages that they begin with in common are attended to exactly, once for all of them,
+    # as if they belonged to the retained set; None: with a threshold, where that takes less time. Two are enough for
+    # rows that read everything anyway. 0: never, for these neither. The CPU kernel alone does this.
+    prefix_sharers: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.budget_ratio <= 1:
@@ -151,6 +155,8 @@ class SelectionSpec:
             raise ConfigError(f"microbatch_pages={self.microbatch_pages}: must be 1 or more")
         if not 0 <= self.attributed <= 1:
             raise ConfigError(f"attributed={self.attributed}: must be in [0, 1]")
+        if self.prefix_sharers is not None and (self.prefix_sharers < 0 or self.prefix_sharers == 1):
+            raise ConfigError(f"prefix_sharers={self.prefix_sharers}: must be 0 or 2 or more")
         if not self.ranked and (self.budget_ratio < 1 or self.max_pages is not None or self.threshold < 1):
             raise ConfigError(f"ranked={self.ranked}: must be True where a budget or a threshold stops the reading")
 

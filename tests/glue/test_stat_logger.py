@@ -40,6 +40,7 @@ DECODE = DecodeStats(
     selections=2,
     pages_total=3,
     pages_read=4,
+    pages_shared=6,
     pages_wasted=5,
     total_bytes=2**40,
     read_bytes=7,
@@ -129,7 +130,7 @@ def test_the_shared_empty_output_of_vllm_is_not_written_to() -> None:
 
 FIELDS = {
     "decode_rows": "rows", "selections": "selections", "context_pages": "pages_total", "read_pages": "pages_read",
-    "wasted_pages": "pages_wasted", "context_bytes": "total_bytes", "read_bytes": "read_bytes",
+    "shared_pages": "pages_shared", "wasted_pages": "pages_wasted", "context_bytes": "total_bytes", "read_bytes": "read_bytes",
     "summary_read_bytes": "summary_bytes", "early_stops": "early_stops", "judged_selections": "judged",
     "kept_mass": "kept_mass", "microbatches": "microbatches", "streaming_selections": "streaming",
     "anchor_read_bytes": "anchor_bytes",

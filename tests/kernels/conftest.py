@@ -60,7 +60,7 @@ def isa(request: pytest.FixtureRequest) -> str:
     if request.param not in supported_isas():
         pytest.skip(f"this machine has no {request.param}")
     dtype = request.node.callspec.params.get("dtype", torch.bfloat16)
-    if request.param == "amx_bf16" and dtype != torch.bfloat16:
+    if request.param == "amx_bf16" and dtype not in (torch.bfloat16, torch.float8_e4m3fn):
         pytest.skip(f"in {dtype} amx_bf16 has the kernels of avx512_vnni")
     return str(request.param)
 

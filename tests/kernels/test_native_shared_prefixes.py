@@ -1,4 +1,4 @@
-"""Requests whose prompts begin alike share blocks. What a row gives does not depend on what it is computed with."""
+"""Requests whose prompts begin alike share blocks. If each selects its pages, what it is computed with makes no difference."""
 
 import random
 from typing import Any
@@ -15,12 +15,12 @@ from vllm_hybrid_sparse.values import RetainedSet, SelectionSpec
 
 RETAINED = RetainedSet(sink_tokens=16, window_tokens=48)
 SELECTIONS = {
-    "dense": SelectionSpec(),
-    "topk": SelectionSpec(ranked=True, budget_ratio=0.2, attributed=0.5),
+    "dense": SelectionSpec(prefix_sharers=0),
+    "topk": SelectionSpec(ranked=True, budget_ratio=0.2, attributed=0.5),  # never, if not told to
     "progressive": SelectionSpec(
-        ranked=True, threshold=0.9, microbatch_pages=4, estimated_remainder=True, attributed=0.5
+        ranked=True, threshold=0.9, microbatch_pages=4, estimated_remainder=True, attributed=0.5, prefix_sharers=0
     ),
-    "psa": SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=4),
+    "psa": SelectionSpec(ranked=True, threshold=0.9, microbatch_pages=4, prefix_sharers=0),
 }
 SUMMARIES = {"dense": "none", "topk": "key_codes", "progressive": "key_codes", "psa": "minmax"}
 SYSTEM_TOKENS, DOCUMENT_TOKENS = 256, 1024  # whole blocks of every size

@@ -47,6 +47,7 @@ def expected_counters(prompts: list[list[int]]) -> dict[str, float]:
         "selections": times * len(lengths),
         "pages_total": times * sum(pages),
         "pages_read": times * (sum(pages) - sum(skipped)),
+        "pages_shared": 0,
         "pages_wasted": 0,
         "total_bytes": times * sum(pages) * PAGE_BYTES,
         "read_bytes": times * ((sum(pages) - sum(skipped)) * PAGE_BYTES + sum(scored) * SUMMARY_BYTES),

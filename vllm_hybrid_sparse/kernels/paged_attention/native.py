@@ -64,6 +64,7 @@ def native_selection(selection: SelectionSpec, retained: RetainedSet) -> _native
         microbatch_pages=selection.microbatch_pages,
         estimated_remainder=selection.estimated_remainder,
         attributed=selection.attributed,
+        prefix_sharers=-1 if selection.prefix_sharers is None else selection.prefix_sharers,
         sink_tokens=retained.sink_tokens,
         window_tokens=retained.window_tokens,
     )

@@ -1,0 +1,130 @@
+// Pages that several requests of a step begin with (vLLM's prefix cache): they are read once and attended to by the rows of all these
+// requests together, exactly. A row's other pages are read as its policy says, as if the common ones belonged to its retained set.
+// The idea of one matrix product for a common prefix is Hydragen's (Juravsky et al. 2024).
+#include <algorithm>
+
+#include "engine.h"
+
+namespace hybrid_sparse {
+namespace {
+
+constexpr int kMostPrefixRows = 96;      // of a KV head that share one pass; the kernels' products take as many at once
+constexpr int kMinPrefixSpan = 64;       // a task attends to at least this many pages
+
+}  // namespace
+
+// How many requests a run must have if some of them select.
+int Engine::needed_sharers(const Selection& selection) const {
+  if (selection.prefix_sharers != Selection::kAsFast) return selection.prefix_sharers;
+  return selection.progressive() ? kernels_.prefix_sharers : 0;  // other policies say which pages count
+}
+
+void Engine::share_prefixes(const Selection& selection) {
+  prefix_runs_.clear();
+  prefix_spans_.clear();
+  if (sharers_.size() < 2 || selection.prefix_sharers == 0 || geometry_.sliding_window) return;
+  choose_prefix_runs(selection);
+  add_prefix_spans();
+}
+
+// Divides the sharers into runs so that as many readings of a page as possible are saved.
+void Engine::choose_prefix_runs(const Selection& selection) {
+  const int count = static_cast<int>(sharers_.size());
+  const int most = std::max(2, kMostPrefixRows / geometry_.group());
+  const int needed = needed_sharers(selection);
+  const int per_block = geometry_.layout.pages_per_block();
+  run_begin_.assign(count + 1, 0);
+  run_saved_.assign(count + 1, 0);
+  run_pages_.assign(count + 1, 0);
+  for (int end = 1; end <= count; ++end) {
+    run_begin_[end] = end - 1;
+    run_saved_[end] = run_saved_[end - 1];
+    bool selects = items_[sharers_[end - 1].item].ranked;
+    int blocks = sharers_[end - 1].full_blocks;
+    for (int begin = end - 2; begin >= 0 && end - begin <= most; --begin) {
+      selects = selects || items_[sharers_[begin].item].ranked;
+      blocks = std::min(blocks, sharers_[begin + 1].common_blocks);
+      const int pages = blocks * per_block;
+      if (pages < kFewestSharedPages || (selects && needed == 0)) break;
+      if (selects && end - begin < needed) continue;
+      const int64_t saved = run_saved_[begin] + int64_t{end - begin - 1} * pages;
+      if (saved <= run_saved_[end]) continue;
+      run_begin_[end] = begin;
+      run_saved_[end] = saved;
+      run_pages_[end] = pages;
+    }
+  }
+  for (int end = count; end > 0; end = run_begin_[end]) {
+    const int begin = run_begin_[end];
+    if (end - begin == 1) continue;
+    prefix_runs_.push_back({begin, end - begin, run_pages_[end], 0, 0});
+    for (int s = begin; s < end; ++s) leave_to_run(static_cast<int>(prefix_runs_.size()) - 1, s, selection);
+  }
+}
+
+// The run reads its pages for a sharer's items, which keep what is left of their candidates.
+void Engine::leave_to_run(int run, int sharer, const Selection& selection) {
+  for (int head = 0; head < geometry_.kv_heads; ++head) {
+    Item& item = items_[sharers_[sharer].item + head];
+    item.prefix_run = run;
+    item.prefix_row = (sharer - prefix_runs_[run].sharer) * geometry_.group();
+    item.prefix_pages = prefix_runs_[run].pages;
+    item.candidate_begin = std::clamp(item.prefix_pages, item.candidate_begin, item.candidate_end);
+    const int left = item.candidates();
+    item.left = left;
+    item.budget = item.ranked ? selection.budget(left) : left;
+    item.ranked = item.ranked && (item.progressive ? left > 0 : item.budget < left);
+    item.progressive = item.progressive && item.ranked;
+    item.open = item.progressive;
+    item.retained.clear();
+    if (item.ranked) set_ranked(item);
+  }
+}
+
+void Engine::add_prefix_spans() {
+  const int runs = static_cast<int>(prefix_runs_.size());
+  const int wanted = pool_.size() == 1 || runs == 0 ? 1 : kSpansPerThread * pool_.size() / (runs * geometry_.kv_heads) + 1;
+  int64_t floats = 0;
+  for (int r = 0; r < runs; ++r) {
+    PrefixRun& run = prefix_runs_[r];
+    run.first_span = static_cast<int>(prefix_spans_.size());
+    run.parts = std::clamp(run.pages / kMinPrefixSpan, 1, wanted);
+    for (int head = 0; head < geometry_.kv_heads; ++head) {
+      for (int p = 0; p < run.parts; ++p) {
+        const int begin = run.pages * p / run.parts;
+        prefix_spans_.push_back({r, head, begin, run.pages * (p + 1) / run.parts - begin, floats});
+        floats += state_floats(run.sharers * geometry_.group());
+      }
+    }
+  }
+  if (static_cast<int64_t>(prefix_states_.size()) < floats) prefix_states_.resize(floats);
+}
+
+void Engine::attend_prefix(const LayerCall& call, const Batch& batch, const PrefixSpan& span) {
+  const PrefixRun& run = prefix_runs_[span.run];
+  const int group = geometry_.group();
+  const int rows = run.sharers * group;
+  const auto item_of = [&](int row) -> const Item& { return items_[sharers_[run.sharer + row / group].item + span.head]; };
+  static thread_local std::vector<int32_t> visible;
+  visible.resize(rows);
+  for (int row = 0; row < rows; ++row) visible[row] = item_of(row).seq_len;
+  const void* const* queries =
+      operands(rows, [&](int row) { return query_row(call, item_of(row).token, span.head * group + row % group); });
+  float* target = prefix_states_.data() + span.state;
+  kernels_.attend({queries, visible.data(), rows, nullptr, span.page_begin, span.count,
+                   page_table(call, batch, item_of(0).request, span.head), geometry_.layout.head_dim, geometry_.scale, target,
+                   target + rows, target + 3 * rows, nullptr});
+}
+
+// into <- the state over its keys and the item's common pages.
+void Engine::merge_prefix(const Item& item, float* into) const {
+  if (item.prefix_run < 0) return;
+  const PrefixRun& run = prefix_runs_[item.prefix_run];
+  const int group = geometry_.group();
+  for (int p = 0; p < run.parts; ++p) {
+    const PrefixSpan& span = prefix_spans_[run.first_span + item.head * run.parts + p];
+    merge_rows(into, group, prefix_states_.data() + span.state, run.sharers * group, item.prefix_row);
+  }
+}
+
+}  // namespace hybrid_sparse
