@@ -42,7 +42,7 @@ def fork(layer: ServedLayer, of: Request, tokens: int, own_tokens: int) -> Reque
 
 
 def make_layer(shape: Shape) -> ServedLayer:
-    return ServedLayer(shape, num_blocks=16 + 12288 // shape.block_tokens, seed=5)
+    return ServedLayer(shape, num_blocks=16 + 24576 // shape.block_tokens, seed=5)
 
 
 def documents_with_sharers(layer: ServedLayer, documents: int) -> list[Request]:
@@ -57,25 +57,37 @@ Plans = list[list[list[int]]]
 
 
 def decode(
-    layer: ServedLayer, requests: Sequence[Request], query: Tensor, spec: SelectionSpec, retained: RetainedSet = RETAINED
+    layer: ServedLayer,
+    requests: Sequence[Request],
+    query: Tensor,
+    spec: SelectionSpec,
+    retained: RetainedSet = RETAINED,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Plans, _native.Stats]:
     """One decode row of each request, [requests, q_heads, head_dim], each KV head's plan, and what was counted."""
     count = len(requests)
     batch = layer.batch(requests, [1] * count, [True] * count, [-1] * count)
     output = torch.full_like(query, torch.nan)
     layer.attention.reset_stats()
-    layer.attention.forward(query, None, None, layer.kv_cache, batch, spec, retained, output)
+    layer.attention.forward(query, None, None, layer.kv_cache, batch, spec, retained, output, None, None, sinks)
     heads = range(layer.shape.num_kv_heads)
     plans = [[layer.attention.last_plan(row, head) for head in heads] for row in range(count)]
     return output, plans, layer.attention.stats()
 
 
 def with_prefix_retained(
-    layer: ServedLayer, requests: Sequence[Request], query: Tensor, spec: SelectionSpec, prefix_pages: int
+    layer: ServedLayer,
+    requests: Sequence[Request],
+    query: Tensor,
+    spec: SelectionSpec,
+    prefix_pages: int,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Plans]:
     """Each row alone, its first pages a part of the retained set."""
     retained = replace(RETAINED, sink_tokens=prefix_pages * PAGE_TOKENS)
-    rows = [decode(layer, [request], query[row : row + 1], spec, retained) for row, request in enumerate(requests)]
+    rows = [
+        decode(layer, [request], query[row : row + 1], spec, retained, sinks) for row, request in enumerate(requests)
+    ]
     return torch.cat([output for output, _, _ in rows]), [plan for _, (plan,), _ in rows]
 
 
@@ -134,17 +146,76 @@ def test_learned_sinks_count_once(isa: str) -> None:
     for chosen in ("dense", "progressive"):
         layer = make_layer(Shape(num_q_heads=6, isa=isa, summary=SUMMARIES[chosen]))
         requests = documents_with_sharers(layer, 1)
-        query, sinks = layer.random(len(requests), 6, 64), 3.0 + layer.random(6)
-        spec = replace(SELECTIONS[chosen], threshold=0.999) if chosen == "progressive" else SELECTIONS[chosen]
-        outputs = []
-        for batch_of in ([requests], [[request] for request in requests]):
-            for rows in batch_of:
-                first = len(outputs[-1]) if len(batch_of) == 1 else requests.index(rows[0])
-                batch = layer.batch(rows, [1] * len(rows), [True] * len(rows), [-1] * len(rows))
-                output = torch.empty(len(rows), 6, 64)
-                of = query if len(rows) == len(requests) else query[first : first + 1]
-                layer.attention.forward(
-                    of, None, None, layer.kv_cache, batch, spec, RETAINED, output, None, None, sinks
-                )
-                outputs.append(output)
-        assert_close(outputs[0], torch.cat(outputs[1:]))
+        query, sinks = layer.random(len(requests), 6, 64), 6.0 + layer.random(6)
+        expected, _ = with_prefix_retained(layer, requests, query, SELECTIONS[chosen], DOCUMENT_PAGES, sinks)
+        without, _ = with_prefix_retained(layer, requests, query, SELECTIONS[chosen], DOCUMENT_PAGES)
+        together, _, _ = decode(layer, requests, query, SELECTIONS[chosen], sinks=sinks)
+        assert_close(together, expected)
+        assert float((expected - without).abs().max()) > 0.01, "the sinks take hardly any weight"
+
+
+def test_a_selection_decides_from_how_many_requests_on(isa: str) -> None:
+    """Fewer select as they would alone. What reads everything needs two, whatever the number."""
+    layer = make_layer(Shape(num_q_heads=6, isa=isa, summary="key_codes", dtype=torch.bfloat16))
+    requests = documents_with_sharers(layer, 2)
+    query = 2.0 * layer.random(len(requests), 6, 64)
+    exact = [len(candidate_pages(request)) == 0 for request in requests]
+    assert not any(exact)
+    for chosen in ("topk", "progressive"):
+        never, _, _ = decode(layer, requests, query, replace(SELECTIONS[chosen], prefix_sharers=0))
+        for needed in (SHARERS, SHARERS + 1):
+            spec = replace(SELECTIONS[chosen], prefix_sharers=needed)
+            output, _, stats = decode(layer, requests, query, spec)
+            assert (stats.pages_shared > 0) == (needed <= SHARERS)
+            assert torch.equal(output, never) == (needed > SHARERS)
+        by_default = replace(SELECTIONS[chosen], prefix_sharers=None)
+        for count in (5, 6):  # of one document
+            some = [fork(layer, requests[0], DOCUMENT_TOKENS, 500) for _ in range(count)]
+            output, _, stats = decode(layer, some, query[:count], by_default)
+            with_tiles = chosen == "progressive" and layer.attention.isa == "amx_bf16"
+            assert (stats.pages_shared > 0) == (with_tiles and count >= 6)
+    short = [fork(layer, requests[0], DOCUMENT_TOKENS, 1) for _ in range(2)]
+    everything = replace(SELECTIONS["progressive"], threshold=1.0, prefix_sharers=9)
+    assert decode(layer, short, query[:2], everything)[2].pages_shared == DOCUMENT_PAGES * 2
+    never = replace(everything, prefix_sharers=0)
+    assert decode(layer, short, query[:2], never)[2].pages_shared == 0
+
+
+def fewest_readings(lengths: Sequence[int], common: Sequence[int], needed: int) -> int:
+    """Of all ways to cut requests into runs of neighbours: the fewest pages read. Every run shares all that it can."""
+
+    @cache
+    def from_on(begin: int) -> int:
+        if begin == len(lengths):
+            return 0
+        best = lengths[begin] + from_on(begin + 1)
+        for end in range(begin + max(2, needed), len(lengths) + 1):
+            shared = min(common[begin + 1 : end])
+            if shared >= 16:  # pages; fewer are not worth it
+                best = min(best, sum(lengths[begin:end]) - (end - begin - 1) * shared + from_on(end))
+        return best
+
+    return from_on(0)
+
+
+@pytest.mark.parametrize("needed", [2, 4])
+def test_runs_save_as_many_readings_as_they_can(needed: int) -> None:
+    """Requests that leave a common text at several places, some of them early, some for another common text."""
+    layer = ServedLayer(Shape(summary="key_codes", block_tokens=16), num_blocks=300, seed=1)
+    root = layer.start()
+    layer.step([(root, 640)], attend=False)
+    branch = fork(layer, root, 352, 400)
+    requests = [fork(layer, root, tokens, 130) for tokens in (640, 640, 512, 320, 128, 640)]
+    requests += [fork(layer, branch, tokens, 90) for tokens in (720, 720, 416, 384)]
+    query = layer.random(len(requests), 4, 64)
+    spec = SelectionSpec(ranked=True, budget_ratio=0.5, prefix_sharers=needed)
+    *_, stats = decode(layer, requests, query, spec)
+    by_table = sorted(requests, key=lambda request: request.blocks)
+    common = [0] + [
+        next(place for place, (a, b) in enumerate(zip(one.blocks, other.blocks, strict=False)) if a != b)
+        for one, other in pairwise(by_table)
+    ]
+    pages = [-(-len(request.key) // PAGE_TOKENS) for request in by_table]
+    saved = sum(pages) - fewest_readings(pages, common, needed)
+    assert saved > 0
+    assert stats.pages_shared == saved * layer.shape.num_kv_heads

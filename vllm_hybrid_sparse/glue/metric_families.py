@@ -26,7 +26,11 @@ COUNTERS = tuple(
         ("selections", "selections", "Choices of what to read: one a decode row, KV head and layer."),
         ("context_pages", "pages_total", "Pages (16 tokens of a KV head and layer) of decode rows' contexts."),
         ("read_pages", "pages_read", "Pages of those that were read: the retained set and what was selected."),
-        ("shared_pages", "pages_shared", "Pages attended to that were read for another request of the step; not among those read."),
+        (
+            "shared_pages",
+            "pages_shared",
+            "Pages attended to that another request's reading brought; not among those read.",
+        ),
         ("wasted_pages", "pages_wasted", "Pages read ahead of a stop and dropped; not among those read."),
         ("context_bytes", "total_bytes", "K and V of decode rows' contexts: what full attention would read."),
         ("read_bytes", "read_bytes", "K and V read by decode rows, dropped pages and scored summaries included."),
