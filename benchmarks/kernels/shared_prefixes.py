@@ -2,9 +2,10 @@
 
     python -m benchmarks.kernels.shared_prefixes [--documents 4] [--sharers 8] [--tokens 7168] [--budgets 1,0.2,0.05]
 
-Each request has a document and some tokens of its own. In one step the requests of a document share its blocks; in the
-other each has a copy. They take turns over the same layers, which are far larger than the caches. Keys are random, so
-the sharers choose different pages; real questions about one document have more pages in common.
+Each request has a document and some tokens of its own. In one step each has a copy of the document's blocks. In the
+others the requests of a document share them: each reads what it selects, or all attend to the document together, which
+reads it once (`prefix_sharers`). The steps take turns over the same layers, which are far larger than the caches. Keys
+are random, so the sharers choose different pages; real questions about one document have more pages in common.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from vllm_hybrid_sparse.kernels.paged_attention.native import make_thread_pool, 
 from vllm_hybrid_sparse.kernels.paged_attention.native_batch import NativeBatch
 
 OWN_TOKENS = 100  # of a request, in one block
-KINDS = ("copies", "shared")
+KINDS = ("copies", "shared", "together")
 
 
 def block_tables(documents: int, sharers: int, tokens: int) -> dict[str, Tensor]:
@@ -34,7 +36,7 @@ def block_tables(documents: int, sharers: int, tokens: int) -> dict[str, Tensor]
     copies = torch.randperm(requests * (blocks + 1), generator=torch.Generator().manual_seed(0)).view(requests, -1)
     shared = copies.clone()
     shared[:, :blocks] = copies[:documents, :blocks].repeat(sharers, 1)
-    return {"copies": copies.to(torch.int32), "shared": shared.to(torch.int32)}
+    return {kind: (copies if kind == "copies" else shared).to(torch.int32) for kind in KINDS}
 
 
 def decode_batch(table: Tensor, tokens: int) -> NativeBatch:
@@ -61,14 +63,18 @@ def time_kinds(
     queries = torch.randn(
         layers, requests, shape.kv_heads * shape.group, shape.head_dim, generator=torch.Generator().manual_seed(1)
     ).to(shape.row_dtype)
-    output, selection = torch.empty_like(queries[0]), native_selection(shape.selection, RETAINED)
+    output = torch.empty_like(queries[0])
+    sharers = {kind: 2 if kind == "together" else 0 for kind in KINDS}
+    selections = {
+        kind: native_selection(replace(shape.selection, prefix_sharers=sharers[kind]), RETAINED) for kind in KINDS
+    }
     batches = {kind: decode_batch(tables[kind], tokens) for kind in KINDS}
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(rounds + 1):
         for kind, batch in batches.items():
             start_s = time.perf_counter()
             for query, cache in zip(queries, arena, strict=True):
-                attention.forward(query, None, None, cache, batch, selection, None, output)
+                attention.forward(query, None, None, cache, batch, selections[kind], None, output)
             seconds[kind].append((time.perf_counter() - start_s) / layers)
     return {kind: of_kind[1:] for kind, of_kind in seconds.items()}
 
@@ -101,19 +107,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             seconds = time_kinds(shape, tables, options.tokens, options.layers, pool, options.rounds)
             time_us = {kind: spread([second * 1e6 for second in of_kind]) for kind, of_kind in seconds.items()}
-            ratio = statistics.median(of_copies / shared for of_copies, shared in zip(*seconds.values(), strict=True))
-            rows.append({"group": group, "budget_ratio": budget, "time_us": time_us, "copies_by_shared": ratio})
-            print(f"group {group}, {budget:.0%}: {ratio:.2f}", file=sys.stderr, flush=True)
+            ratios = {
+                kind: statistics.median(
+                    copies / other for copies, other in zip(seconds["copies"], seconds[kind], strict=True)
+                )
+                for kind in KINDS[1:]
+            }
+            rows.append({"group": group, "budget_ratio": budget, "time_us": time_us, "copies_by": ratios})
+            print(f"group {group}, {budget:.0%}: {ratios}", file=sys.stderr, flush=True)
     cells = [
         [
             str(row["group"]),
             f"{row['budget_ratio']:.0%}",
             *(f"{row['time_us'][kind]['p50']:.0f}" for kind in KINDS),
-            f"{row['copies_by_shared']:.2f}",
+            *(f"{ratio:.2f}" for ratio in row["copies_by"].values()),
         ]
         for row in rows
     ]
-    print(markdown_table(["group", "budget", "copies, µs a layer", "shared, µs a layer", "copies ÷ shared"], cells))
+    heads = [*(f"{kind}, µs a layer" for kind in KINDS), *(f"copies ÷ {kind}" for kind in KINDS[1:])]
+    print(markdown_table(["group", "budget", *heads], cells))
     content = {"isa": shape.attention(pool, "auto").isa, "options": vars(options), "rows": rows}
     print(f"kept in {save('shared_prefixes', content)}", file=sys.stderr)
     return 0

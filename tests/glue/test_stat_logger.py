@@ -130,10 +130,10 @@ def test_the_shared_empty_output_of_vllm_is_not_written_to() -> None:
 
 FIELDS = {
     "decode_rows": "rows", "selections": "selections", "context_pages": "pages_total", "read_pages": "pages_read",
-    "shared_pages": "pages_shared", "wasted_pages": "pages_wasted", "context_bytes": "total_bytes", "read_bytes": "read_bytes",
-    "summary_read_bytes": "summary_bytes", "early_stops": "early_stops", "judged_selections": "judged",
-    "kept_mass": "kept_mass", "microbatches": "microbatches", "streaming_selections": "streaming",
-    "anchor_read_bytes": "anchor_bytes",
+    "shared_pages": "pages_shared", "wasted_pages": "pages_wasted", "context_bytes": "total_bytes",
+    "read_bytes": "read_bytes", "summary_read_bytes": "summary_bytes", "early_stops": "early_stops",
+    "judged_selections": "judged", "kept_mass": "kept_mass", "microbatches": "microbatches",
+    "streaming_selections": "streaming", "anchor_read_bytes": "anchor_bytes",
 }  # fmt: skip
 DEVICE_FIELDS = {
     "device_wanted_pages": "pages_wanted", "device_hit_pages": "pages_hit", "device_fetched_pages": "pages_fetched",

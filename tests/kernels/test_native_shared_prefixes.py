@@ -1,4 +1,4 @@
-"""Requests whose prompts begin alike share blocks. If each selects its pages, what it is computed with makes no difference."""
+"""Requests whose prompts begin alike share blocks. If each selects its pages, rows give what they give alone."""
 
 import random
 from typing import Any
