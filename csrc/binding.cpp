@@ -217,6 +217,7 @@ NB_MODULE(_native, m) {
       }, "layout"_a, "q_heads"_a, "kv_heads"_a, "scale"_a, "sliding_window"_a, "common_keys"_a, "isa"_a, "pool"_a,
            nb::keep_alive<1, 9>())
       .def_prop_ro("isa", [](const Engine& self) { return std::string(self.isa().name); })
+      .def("prefix_sharers", &Engine::prefix_sharers, "selection"_a)
       .def("forward", [](Engine& self, uintptr_t kv, int64_t block_stride, uintptr_t query, int64_t query_stride,
                          uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride, uintptr_t out,
                          int64_t out_stride, uintptr_t sinks, const Batch& batch, const Selection& selection,

@@ -99,6 +99,9 @@ class Engine {
   // Likewise the log weight of the blocks left out, [group], as their codes estimate it; empty if nothing is estimated.
   std::vector<float> last_unread(int request, int kv_head) const;
 
+  // How many requests must begin with the same pages for rows that select to attend to these together; 0: no number.
+  int prefix_sharers(const Selection& selection) const;
+
  private:
   struct RowBlock {  // exact rows: query tokens of one request against one KV head
     int request;
@@ -177,6 +180,7 @@ class Engine {
     const int32_t* blocks;
     int full_blocks;
     int common_blocks;  // full ones that its table begins with like that of the sharer before it
+    bool same_request;  // as the sharer before it: both are rows of one request, whose drafts have rows of their own
   };
   struct PrefixRun {  // sharers whose first pages are read once for all of them
     int sharer;  // the first of `sharers`
@@ -259,10 +263,9 @@ class Engine {
   void order_visits();
   int common_pages(int begin, int end) const;
   void choose_runs();
-  int needed_sharers(const Selection& selection) const;
   void share_prefixes(const Selection& selection);
   void choose_prefix_runs(const Selection& selection);
-  void leave_to_run(int run, int sharer, const Selection& selection);
+  void leave_to_run(int run, int sharer);
   void add_prefix_spans();
   void attend_prefix(const LayerCall& call, const Batch& batch, const PrefixSpan& span);
   void merge_prefix(const Item& item, float* into) const;
@@ -420,9 +423,10 @@ class Engine {
   std::vector<Item> items_;  // only grows; the first item_count_ are in use
   int item_count_ = 0;
   std::vector<Sharer> sharers_;
-  std::vector<int> run_begin_;      // [sharers + 1] where the last of the best runs begins that end before each (choose_runs)
-  std::vector<int> run_pages_;      // [sharers + 1] their common pages (choose_prefix_runs)
-  std::vector<int64_t> run_saved_;  // [sharers + 1] how many scorings of a page these runs save
+  // [sharers + 1] each, of the best runs that end before a sharer (choose_prefix_runs, then choose_runs):
+  std::vector<int> run_begin_;      // where the last of them begins
+  std::vector<int> run_pages_;      // its common pages (choose_prefix_runs)
+  std::vector<int64_t> run_saved_;  // how many readings or scorings of a page they save
   std::vector<int> visits_;         // [item_count_] items in the order in which they read
   std::vector<PrefixRun> prefix_runs_;
   std::vector<PrefixSpan> prefix_spans_;

@@ -55,8 +55,8 @@ Isa amx_bf16() {
     kernels.attend = attend_amx<false>;
     kernels.attend_keeping_scores = attend_amx<true>;
     kernels.score = score_amx;
-    kernels.prefix_sharers = 6;
   }
+  isa.by_dtype[static_cast<int>(DType::bf16)].prefix_sharers = 6;
   return isa;
 }
 

@@ -13,8 +13,7 @@ constexpr int kMinPrefixSpan = 64;       // a task attends to at least this many
 
 }  // namespace
 
-// How many requests a run must have if some of them select.
-int Engine::needed_sharers(const Selection& selection) const {
+int Engine::prefix_sharers(const Selection& selection) const {
   if (selection.prefix_sharers != Selection::kAsFast) return selection.prefix_sharers;
   return selection.progressive() ? kernels_.prefix_sharers : 0;  // other policies say which pages count
 }
@@ -30,8 +29,8 @@ void Engine::share_prefixes(const Selection& selection) {
 // Divides the sharers into runs so that as many readings of a page as possible are saved.
 void Engine::choose_prefix_runs(const Selection& selection) {
   const int count = static_cast<int>(sharers_.size());
-  const int most = std::max(2, kMostPrefixRows / geometry_.group());
-  const int needed = needed_sharers(selection);
+  const int needed = prefix_sharers(selection);
+  const int most = std::max({2, kMostPrefixRows / geometry_.group(), needed});
   const int per_block = geometry_.layout.pages_per_block();
   run_begin_.assign(count + 1, 0);
   run_saved_.assign(count + 1, 0);
@@ -41,12 +40,14 @@ void Engine::choose_prefix_runs(const Selection& selection) {
     run_saved_[end] = run_saved_[end - 1];
     bool selects = items_[sharers_[end - 1].item].ranked;
     int blocks = sharers_[end - 1].full_blocks;
-    for (int begin = end - 2; begin >= 0 && end - begin <= most; --begin) {
+    int requests = 1;
+    for (int begin = end - 2; begin >= 0; --begin) {
       selects = selects || items_[sharers_[begin].item].ranked;
+      requests += !sharers_[begin + 1].same_request;
       blocks = std::min(blocks, sharers_[begin + 1].common_blocks);
       const int pages = blocks * per_block;
-      if (pages < kFewestSharedPages || (selects && needed == 0)) break;
-      if (selects && end - begin < needed) continue;
+      if (pages < kFewestSharedPages || (selects && needed == 0) || requests > most) break;
+      if (selects && requests < needed) continue;
       const int64_t saved = run_saved_[begin] + int64_t{end - begin - 1} * pages;
       if (saved <= run_saved_[end]) continue;
       run_begin_[end] = begin;
@@ -58,12 +59,12 @@ void Engine::choose_prefix_runs(const Selection& selection) {
     const int begin = run_begin_[end];
     if (end - begin == 1) continue;
     prefix_runs_.push_back({begin, end - begin, run_pages_[end], 0, 0});
-    for (int s = begin; s < end; ++s) leave_to_run(static_cast<int>(prefix_runs_.size()) - 1, s, selection);
+    for (int s = begin; s < end; ++s) leave_to_run(static_cast<int>(prefix_runs_.size()) - 1, s);
   }
 }
 
 // The run reads its pages for a sharer's items, which keep what is left of their candidates.
-void Engine::leave_to_run(int run, int sharer, const Selection& selection) {
+void Engine::leave_to_run(int run, int sharer) {
   for (int head = 0; head < geometry_.kv_heads; ++head) {
     Item& item = items_[sharers_[sharer].item + head];
     item.prefix_run = run;
@@ -72,7 +73,7 @@ void Engine::leave_to_run(int run, int sharer, const Selection& selection) {
     item.candidate_begin = std::clamp(item.prefix_pages, item.candidate_begin, item.candidate_end);
     const int left = item.candidates();
     item.left = left;
-    item.budget = item.ranked ? selection.budget(left) : left;
+    item.budget = item.ranked ? std::min(item.budget, left) : left;  // of a ranked item: as if it were alone
     item.ranked = item.ranked && (item.progressive ? left > 0 : item.budget < left);
     item.progressive = item.progressive && item.ranked;
     item.open = item.progressive;

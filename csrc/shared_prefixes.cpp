@@ -17,7 +17,7 @@ void Engine::order_sharers(const Batch& batch) {
   sharers_.clear();
   for (int i = 0; i < item_count_; i += geometry_.kv_heads) {
     const int32_t* blocks = batch.block_table + items_[i].request * batch.block_table_stride;
-    sharers_.push_back({i, blocks, items_[i].seq_len / geometry_.layout.block_tokens, 0});
+    sharers_.push_back({i, blocks, items_[i].seq_len / geometry_.layout.block_tokens, 0, false});
   }
   const auto common = [](const Sharer& a, const Sharer& b) {
     const int32_t* end = a.blocks + std::min(a.full_blocks, b.full_blocks);
@@ -28,7 +28,14 @@ void Engine::order_sharers(const Batch& batch) {
     if (place < a.full_blocks && place < b.full_blocks) return a.blocks[place] < b.blocks[place];
     return std::pair(a.full_blocks, a.item) < std::pair(b.full_blocks, b.item);
   });
-  for (size_t s = 1; s < sharers_.size(); ++s) sharers_[s].common_blocks = common(sharers_[s - 1], sharers_[s]);
+  for (size_t s = 1; s < sharers_.size(); ++s) {
+    const Sharer& before = sharers_[s - 1];
+    Sharer& sharer = sharers_[s];
+    sharer.common_blocks = common(before, sharer);
+    // Requests share no block that one of them still writes to.
+    const int last = (std::min(items_[before.item].seq_len, items_[sharer.item].seq_len) - 1) / geometry_.layout.block_tokens;
+    sharer.same_request = sharer.common_blocks >= last && before.blocks[last] == sharer.blocks[last];
+  }
 }
 
 // Items of one KV head whose requests share blocks read one after another, while a core's cache has the shared pages.

@@ -51,7 +51,7 @@ def test_the_line_says_what_was_read_and_kept() -> None:
     assert STEP.describe(seconds=4.0, packed_bytes=GIB // 2) == (
         "hybrid_sparse: decoded 30 tokens (7.5 a second), reading 12.5% of their KV cache (1.00 of 8.00 GiB); "
         "kept 97.5% of the attention weight by estimate; "
-        "40.0% of the pages attended to were read for other requests too; "
+        "40.0% of the pages attended to came with other rows' reading; "
         "10.0% of the pages read were dropped; 5.0% of the groups streamed; anchors took 0.25 GiB more; "
         "packed copies hold 0.50 GiB"
     )

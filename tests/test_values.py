@@ -96,6 +96,8 @@ def test_a_budget_is_at_least_one_page_and_at_most_every_limit(
         {"threshold": 1.01},
         {"threshold": math.nan},
         {"microbatch_pages": 0},
+        {"prefix_sharers": 1},
+        {"prefix_sharers": -1},
     ],
 )
 def test_a_selection_out_of_range_is_refused(wrong: dict[str, float]) -> None:

@@ -17,8 +17,8 @@ class DecodeStats:
     rows: int = 0
     selections: int = 0
     pages_total: int = 0  # a full read
-    pages_read: int = 0  # retained set and selected, K and V
-    pages_shared: int = 0  # attended to as well, but read for another row: common prefixes are read once for several
+    pages_read: int = 0  # retained set and selected, K and V; a common prefix for the first row that has it
+    pages_shared: int = 0  # attended to as well, but read with another row's: a common prefix is read once
     pages_wasted: int = 0  # read ahead of a stop and dropped
     total_bytes: int = 0  # a full read
     read_bytes: int = 0  # pages read or wasted, and summaries scored
@@ -76,7 +76,7 @@ class DecodeStats:
             parts.append(f"kept {self.kept_mass / self.judged:.1%} of the attention weight by estimate")
         if self.pages_shared:
             shared = self.pages_shared / (self.pages_read + self.pages_shared)
-            parts.append(f"{shared:.1%} of the pages attended to were read for other requests too")
+            parts.append(f"{shared:.1%} of the pages attended to came with other rows' reading")
         if self.pages_wasted:
             wasted = self.pages_wasted / (self.pages_read + self.pages_wasted)
             parts.append(f"{wasted:.1%} of the pages read were dropped")

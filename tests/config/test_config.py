@@ -41,6 +41,10 @@ def test_nothing_given_is_progressive_with_the_documented_defaults() -> None:
         ({"policy": "topk"}, SelectionSpec(ranked=True, budget_ratio=0.05, attributed=0.5)),
         ({"policy": "topk", "topk_ratio": 0.2}, SelectionSpec(ranked=True, budget_ratio=0.2, attributed=0.5)),
         ({"policy": "topk", "topk_pages": 12}, SelectionSpec(ranked=True, max_pages=12, attributed=0.5)),
+        (
+            {"policy": "topk", "topk_pages": 12, "prefix_sharers": 2},
+            SelectionSpec(ranked=True, max_pages=12, attributed=0.5, prefix_sharers=2),
+        ),
         ({"policy": "topk", "unread_attributed": "0"}, SelectionSpec(ranked=True, budget_ratio=0.05)),
         (
             {"policy": "topk", "unread_attributed": 1, "code_bits": 1},
@@ -58,6 +62,10 @@ def test_nothing_given_is_progressive_with_the_documented_defaults() -> None:
         (
             {"policy": "progressive", "summary": "minmax"},
             SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=16),
+        ),
+        (
+            {"policy": "progressive", "summary": "minmax", "prefix_sharers": 0},
+            SelectionSpec(ranked=True, threshold=0.95, microbatch_pages=16, prefix_sharers=0),
         ),
         (
             {"policy": "progressive", "threshold": 1, "microbatch_pages": 1},
@@ -184,6 +192,8 @@ def test_what_key_codes_alone_can_do_is_refused_with_others() -> None:
         ({"threshold": True}, "hybrid_sparse.threshold=True: must be a number, above 0 and at most 1"),
         ({"threshold": float("nan")}, "hybrid_sparse.threshold=nan: must be above 0 and at most 1"),
         ({"microbatch_pages": 0}, "hybrid_sparse.microbatch_pages=0: must be 1 to 1024"),
+        ({"prefix_sharers": 1}, "hybrid_sparse.prefix_sharers=1: must be 0, or 2 to 1024"),
+        ({"prefix_sharers": 1025}, "hybrid_sparse.prefix_sharers=1025: must be 0, or 2 to 1024"),
         ({"microbatch_pages": 1025}, "hybrid_sparse.microbatch_pages=1025: must be 1 to 1024"),
         ({"policy": "topk", "topk_ratio": 0.0}, "hybrid_sparse.topk_ratio=0.0: must be above 0 and at most 1"),
         ({"policy": "topk", "topk_ratio": 1.1}, "hybrid_sparse.topk_ratio=1.1: must be above 0 and at most 1"),

@@ -45,12 +45,12 @@ def make_layer(shape: Shape) -> ServedLayer:
     return ServedLayer(shape, num_blocks=16 + 24576 // shape.block_tokens, seed=5)
 
 
-def documents_with_sharers(layer: ServedLayer, documents: int) -> list[Request]:
+def documents_with_sharers(layer: ServedLayer, documents: int, tokens: int = DOCUMENT_TOKENS) -> list[Request]:
     """The requests of some documents, neighbours of different ones."""
     roots = [layer.start() for _ in range(documents)]
     for root in roots:
-        layer.step([(root, DOCUMENT_TOKENS)], attend=False)
-    return [fork(layer, root, DOCUMENT_TOKENS, own_tokens) for own_tokens in OWN_TOKENS for root in roots]
+        layer.step([(root, tokens)], attend=False)
+    return [fork(layer, root, tokens, own_tokens) for own_tokens in OWN_TOKENS for root in roots]
 
 
 Plans = list[list[list[int]]]
@@ -63,10 +63,14 @@ def decode(
     spec: SelectionSpec,
     retained: RetainedSet = RETAINED,
     sinks: Tensor | None = None,
+    exact: Sequence[int] = (),
 ) -> tuple[Tensor, Plans, _native.Stats]:
-    """One decode row of each request, [requests, q_heads, head_dim], each KV head's plan, and what was counted."""
+    """One decode row of each request, [requests, q_heads, head_dim], each KV head's plan, and what was counted.
+
+    exact   rows that read everything whatever the selection
+    """
     count = len(requests)
-    batch = layer.batch(requests, [1] * count, [True] * count, [-1] * count)
+    batch = layer.batch(requests, [1] * count, [row not in exact for row in range(count)], [-1] * count)
     output = torch.full_like(query, torch.nan)
     layer.attention.reset_stats()
     layer.attention.forward(query, None, None, layer.kv_cache, batch, spec, retained, output, None, None, sinks)
@@ -83,11 +87,13 @@ def with_prefix_retained(
     prefix_pages: int,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Plans]:
-    """Each row alone, its first pages a part of the retained set."""
+    """Each row alone, its first pages a part of the retained set; a budget remains that of all its candidates."""
     retained = replace(RETAINED, sink_tokens=prefix_pages * PAGE_TOKENS)
-    rows = [
-        decode(layer, [request], query[row : row + 1], spec, retained, sinks) for row, request in enumerate(requests)
-    ]
+    rows = []
+    for row, request in enumerate(requests):
+        budget = spec.budget_pages(len(candidate_pages(request)))
+        alone = replace(spec, budget_ratio=1.0, max_pages=max(1, budget)) if spec.budget_ratio < 1 else spec
+        rows.append(decode(layer, [request], query[row : row + 1], alone, retained, sinks))
     return torch.cat([output for output, _, _ in rows]), [plan for _, (plan,), _ in rows]
 
 
@@ -129,17 +135,69 @@ def test_common_pages_count_as_retained(isa: str, dtype: torch.dtype, geometry: 
     assert stats.pages_read == pages - candidates + selected - stats.pages_shared
 
 
-def test_sharing_threads_give_the_same(isa: str) -> None:
-    for chosen, spec in SELECTIONS.items():
-        shape = Shape(num_q_heads=6, isa=isa, num_threads=3, summary=SUMMARIES[chosen])
-        layer = make_layer(shape)
-        requests = documents_with_sharers(layer, 1)
-        query = layer.random(len(requests), 6, 64)
-        expected, _ = with_prefix_retained(layer, requests, query, spec, DOCUMENT_PAGES)
-        together, _, stats = decode(layer, requests, query, spec)
-        assert stats.pages_shared > 0
-        if chosen != "psa":  # reads ahead where threads would wait
-            assert_close(together, expected)
+@pytest.mark.parametrize("chosen", ["dense", "topk", "progressive"])
+def test_threads_divide_a_long_prefix(isa: str, chosen: str) -> None:
+    """Into four parts for each of two KV heads."""
+    pages, spec = 256, SELECTIONS[chosen]
+    layer = make_layer(Shape(num_q_heads=6, isa=isa, num_threads=3, summary=SUMMARIES[chosen]))
+    requests = documents_with_sharers(layer, 1, pages * PAGE_TOKENS)
+    query = layer.random(len(requests), 6, 64)
+    expected, _ = with_prefix_retained(layer, requests, query, spec, pages)
+    together, _, stats = decode(layer, requests, query, spec)
+    assert stats.pages_shared == (SHARERS - 1) * pages * 2
+    assert_close(together, expected)
+
+
+@pytest.mark.parametrize(("group", "sharers"), [(64, 3), (8, 16)])
+def test_more_rows_than_one_pass_takes(isa: str, group: int, sharers: int) -> None:
+    shape = Shape(dtype=torch.bfloat16, num_q_heads=group, num_kv_heads=1, head_dim=16, isa=isa, summary="key_codes")
+    layer = make_layer(shape)
+    root = documents_with_sharers(layer, 1)[0]
+    requests = [fork(layer, root, DOCUMENT_TOKENS, 20 + 7 * i) for i in range(sharers)]
+    query = 2.0 * layer.random(sharers, group, 16)
+    spec = replace(SELECTIONS["progressive"], prefix_sharers=sharers)
+    expected, _ = with_prefix_retained(layer, requests, query, spec, DOCUMENT_PAGES)
+    together, _, stats = decode(layer, requests, query, spec)
+    assert stats.pages_shared == (sharers - 1) * DOCUMENT_PAGES
+    assert_close(together, expected)
+
+
+def test_drafts_of_one_request_count_as_one(isa: str) -> None:
+    """They are rows with one block table, each a token longer; here they begin a new block half-way."""
+    layer = make_layer(Shape(num_q_heads=6, isa=isa, summary="key_codes", dtype=torch.bfloat16))
+    first, other, *_ = documents_with_sharers(layer, 1)
+    tokens = len(first.key) // layer.shape.block_tokens * layer.shape.block_tokens
+    drafts = [Request(first.key[:end], first.value[:end], first.blocks) for end in range(tokens - 3, tokens + 4)]
+    query = 2.0 * layer.random(len(drafts) + 1, 6, 64)
+    for chosen in ("topk", "progressive"):
+        spec = SELECTIONS[chosen]
+        for selection in (spec, replace(spec, prefix_sharers=None)):
+            output, plans, stats = decode(layer, drafts, query[:-1], selection)
+            never, plans_never, _ = decode(layer, drafts, query[:-1], replace(spec, prefix_sharers=0))
+            assert stats.pages_shared == 0
+            assert plans == plans_never
+            assert torch.equal(output, never)
+        expected, _ = with_prefix_retained(layer, [*drafts, other], query, spec, DOCUMENT_PAGES)
+        output, _, stats = decode(layer, [*drafts, other], query, spec)
+        assert stats.pages_shared == len(drafts) * DOCUMENT_PAGES * 2
+        assert_close(output, expected)
+
+
+def test_rows_that_read_everything_count_too(isa: str) -> None:
+    layer = make_layer(Shape(num_q_heads=6, isa=isa, summary="key_codes"))
+    requests = documents_with_sharers(layer, 1)[:3]
+    query = layer.random(3, 6, 64)
+    spec = replace(SELECTIONS["progressive"], prefix_sharers=3)
+    alone, _ = with_prefix_retained(layer, requests, query, spec, DOCUMENT_PAGES)
+    for exact in range(3):
+        whole, _, _ = decode(layer, [requests[exact]], query[exact : exact + 1], SelectionSpec())
+        expected = alone.clone()
+        expected[exact] = whole
+        together, _, stats = decode(layer, requests, query, spec, exact=[exact])
+        assert stats.pages_shared == 2 * DOCUMENT_PAGES * 2
+        assert_close(together, expected)
+        *_, stats = decode(layer, requests, query, replace(spec, prefix_sharers=4), exact=[exact])
+        assert stats.pages_shared == 0
 
 
 def test_learned_sinks_count_once(isa: str) -> None:

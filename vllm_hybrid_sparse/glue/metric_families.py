@@ -25,7 +25,11 @@ COUNTERS = tuple(
         ("decode_rows", "rows", "Query tokens attended alone: one of a request in a step, and its drafts."),
         ("selections", "selections", "Choices of what to read: one a decode row, KV head and layer."),
         ("context_pages", "pages_total", "Pages (16 tokens of a KV head and layer) of decode rows' contexts."),
-        ("read_pages", "pages_read", "Pages of those that were read: the retained set and what was selected."),
+        (
+            "read_pages",
+            "pages_read",
+            "Pages of those that were read: the retained set and what was selected; a common prefix once for all rows.",
+        ),
         (
             "shared_pages",
             "pages_shared",

@@ -134,6 +134,12 @@ class HostRuntime:
         """The instruction set that the kernels run on."""
         return ", ".join(sorted({attention.isa for attention in self._attention.values()}))
 
+    def _prefix_sharers(self) -> int:
+        """From how many requests on a selecting row attends exactly to what they begin with; 0: never."""
+        if self.settings.device != "none":
+            return 0
+        return max((each.prefix_sharers(self.settings.selection) for each in self._attention.values()), default=0)
+
     @property
     def helpers(self) -> str:
         """Whose threads help: own or openmp."""
@@ -218,6 +224,8 @@ class HostRuntime:
     def describe(self) -> str:
         """Settings in effect and what they became on this machine."""
         text = f"{self.settings.describe()}; running on {self.isa} with {self.pool.size} {self.helpers} threads"
+        if sharers := self._prefix_sharers():
+            text += f"; what {sharers} requests or more begin with is read once and attended to exactly"
         if self._windowed:
             text += f"; {self._windowed} of {self._layers} layers have a sliding window, which they read whole"
         return text

@@ -312,6 +312,10 @@ class NativeAttention:
                 f"{tokens} tokens of [{heads}, {self.head_dim}] {self.dtype} on cpu, contiguous within a token"
             )
 
+    def prefix_sharers(self, selection: SelectionSpec) -> int:
+        """How many requests must begin with the same pages for selecting rows to attend to these together; 0: never."""
+        return self.engine.prefix_sharers(native_selection(selection, RetainedSet()))
+
     def stats(self) -> _native.Stats:
         """Sums over the calls since the last `reset_stats`; see `Stats` in csrc/layer_call.h."""
         return self.engine.stats()
