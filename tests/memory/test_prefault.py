@@ -1,5 +1,6 @@
 """The host store is real memory before the first request."""
 
+import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,8 @@ def resident_bytes() -> int:
 
 
 def test_memory_is_populated_or_said_not_to_be() -> None:
-    tensor = torch.empty(64 * MIB, dtype=torch.uint8)
+    mapped = mmap.mmap(-1, 64 * MIB)  # torch.empty may give memory that another test has used and freed
+    tensor = torch.frombuffer(mapped, dtype=torch.uint8)
     before = resident_bytes()
     declined = prefault(tensor)
     grown = resident_bytes() - before
