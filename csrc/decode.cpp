@@ -83,7 +83,7 @@ void Engine::collect_items(const Batch& batch, const Selection& selection) {
 void Engine::set_ranked(Item& item) const {
   item.ranked = true;
   for (int p = item.prefix_pages; p < item.candidate_begin; ++p) item.retained.push_back(p);
-  for (int p = std::max(item.candidate_end, item.prefix_pages); p < item.pages; ++p) item.retained.push_back(p);
+  for (int p = item.candidate_end; p < item.pages; ++p) item.retained.push_back(p);
 }
 
 // Scores the candidates' summaries for each query head, and attends common prefixes and the retained sets at the same time.
