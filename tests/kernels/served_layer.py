@@ -119,6 +119,14 @@ class ServedLayer:
         empty = torch.empty(0, self.shape.num_kv_heads, self.shape.head_dim, dtype=self.shape.row_dtype)
         return Request(empty, empty)
 
+    def fork(self, of: Request, tokens: int, own_tokens: int) -> Request:
+        """A request that shares the first `tokens`, whole blocks, with another and goes on with its own."""
+        assert tokens % self.shape.block_tokens == 0
+        request = Request(of.key[:tokens], of.value[:tokens], of.blocks[: tokens // self.shape.block_tokens])
+        if own_tokens:
+            self.step([(request, own_tokens)], attend=False)
+        return request
+
     def finish(self, request: Request) -> None:
         """Free the blocks without clearing them. They are the next ones to be used."""
         self.free_blocks[:0] = request.blocks

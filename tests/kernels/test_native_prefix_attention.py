@@ -33,14 +33,6 @@ SUMMARIES = {"dense": "none", "topk": "key_codes", "progressive": "key_codes", "
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 
 
-def fork(layer: ServedLayer, of: Request, tokens: int, own_tokens: int) -> Request:
-    """A request that shares the first `tokens`, whole blocks, with another and goes on with its own."""
-    request = Request(of.key[:tokens], of.value[:tokens], of.blocks[: tokens // layer.shape.block_tokens])
-    if own_tokens:
-        layer.step([(request, own_tokens)], attend=False)
-    return request
-
-
 def make_layer(shape: Shape) -> ServedLayer:
     return ServedLayer(shape, num_blocks=16 + 24576 // shape.block_tokens, seed=5)
 
@@ -50,7 +42,7 @@ def documents_with_sharers(layer: ServedLayer, documents: int, tokens: int = DOC
     roots = [layer.start() for _ in range(documents)]
     for root in roots:
         layer.step([(root, tokens)], attend=False)
-    return [fork(layer, root, tokens, own_tokens) for own_tokens in OWN_TOKENS for root in roots]
+    return [layer.fork(root, tokens, own_tokens) for own_tokens in OWN_TOKENS for root in roots]
 
 
 Plans = list[list[list[int]]]
@@ -153,7 +145,7 @@ def test_more_rows_than_one_pass_takes(isa: str, group: int, sharers: int) -> No
     shape = Shape(dtype=torch.bfloat16, num_q_heads=group, num_kv_heads=1, head_dim=16, isa=isa, summary="key_codes")
     layer = make_layer(shape)
     root = documents_with_sharers(layer, 1)[0]
-    requests = [fork(layer, root, DOCUMENT_TOKENS, 20 + 7 * i) for i in range(sharers)]
+    requests = [layer.fork(root, DOCUMENT_TOKENS, 20 + 7 * i) for i in range(sharers)]
     query = 2.0 * layer.random(sharers, group, 16)
     spec = replace(SELECTIONS["progressive"], prefix_sharers=sharers)
     expected, _ = with_prefix_retained(layer, requests, query, spec, DOCUMENT_PAGES)
@@ -228,11 +220,11 @@ def test_a_selection_decides_from_how_many_requests_on(isa: str) -> None:
             assert torch.equal(output, never) == (needed > SHARERS)
         by_default = replace(SELECTIONS[chosen], prefix_sharers=None)
         for count in (5, 6):  # of one document
-            some = [fork(layer, requests[0], DOCUMENT_TOKENS, 500) for _ in range(count)]
+            some = [layer.fork(requests[0], DOCUMENT_TOKENS, 500) for _ in range(count)]
             output, _, stats = decode(layer, some, query[:count], by_default)
             with_tiles = chosen == "progressive" and layer.attention.isa == "amx_bf16"
             assert (stats.pages_shared > 0) == (with_tiles and count >= 6)
-    short = [fork(layer, requests[0], DOCUMENT_TOKENS, 1) for _ in range(2)]
+    short = [layer.fork(requests[0], DOCUMENT_TOKENS, 1) for _ in range(2)]
     everything = replace(SELECTIONS["progressive"], threshold=1.0, prefix_sharers=9)
     assert decode(layer, short, query[:2], everything)[2].pages_shared == DOCUMENT_PAGES * 2
     never = replace(everything, prefix_sharers=0)
@@ -262,9 +254,9 @@ def test_runs_save_as_many_readings_as_they_can(needed: int) -> None:
     layer = ServedLayer(Shape(summary="key_codes", block_tokens=16), num_blocks=300, seed=1)
     root = layer.start()
     layer.step([(root, 640)], attend=False)
-    branch = fork(layer, root, 352, 400)
-    requests = [fork(layer, root, tokens, 130) for tokens in (640, 640, 512, 320, 128, 640)]
-    requests += [fork(layer, branch, tokens, 90) for tokens in (720, 720, 416, 384)]
+    branch = layer.fork(root, 352, 400)
+    requests = [layer.fork(root, tokens, 130) for tokens in (640, 640, 512, 320, 128, 640)]
+    requests += [layer.fork(branch, tokens, 90) for tokens in (720, 720, 416, 384)]
     query = layer.random(len(requests), 4, 64)
     spec = SelectionSpec(ranked=True, budget_ratio=0.5, prefix_sharers=needed)
     *_, stats = decode(layer, requests, query, spec)

@@ -27,15 +27,6 @@ SYSTEM_TOKENS, DOCUMENT_TOKENS = 256, 1024  # whole blocks of every size
 Plan = list[list[int]]
 
 
-def fork(layer: ServedLayer, of: Request, tokens: int, own_tokens: int) -> Request:
-    """A request that shares the first `tokens`, whole blocks, with another and goes on with its own."""
-    assert tokens % layer.shape.block_tokens == 0
-    request = Request(of.key[:tokens], of.value[:tokens], of.blocks[: tokens // layer.shape.block_tokens])
-    if own_tokens:
-        layer.step([(request, own_tokens)], attend=False)
-    return request
-
-
 def served(shape: Shape, *, biased_keys: bool = False) -> tuple[ServedLayer, list[Request]]:
     """A layer and requests over three documents, two of which begin with one system prompt, in mixed order.
 
@@ -50,14 +41,14 @@ def served(shape: Shape, *, biased_keys: bool = False) -> tuple[ServedLayer, lis
 
     system = layer.start()
     extend(system, SYSTEM_TOKENS)
-    documents = [fork(layer, system, shared, 0) for shared in (SYSTEM_TOKENS, SYSTEM_TOKENS, 0)]
+    documents = [layer.fork(system, shared, 0) for shared in (SYSTEM_TOKENS, SYSTEM_TOKENS, 0)]
     for document in documents:
         extend(document, DOCUMENT_TOKENS)
-    requests = [fork(layer, documents[i % 3], DOCUMENT_TOKENS, 1 + 37 * i) for i in range(10)]
-    requests += [fork(layer, documents[0], DOCUMENT_TOKENS // 2, own) for own in (5, 300)]  # leave it half-way
+    requests = [layer.fork(documents[i % 3], DOCUMENT_TOKENS, 1 + 37 * i) for i in range(10)]
+    requests += [layer.fork(documents[0], DOCUMENT_TOKENS // 2, own) for own in (5, 300)]  # leave it half-way
     requests.append(documents[1])  # the document itself
-    requests += [fork(layer, system, SYSTEM_TOKENS, 70), fork(layer, system, 0, 500)]
-    requests.append(fork(layer, system, 0, 20))  # nothing but its retained set
+    requests += [layer.fork(system, SYSTEM_TOKENS, 70), layer.fork(system, 0, 500)]
+    requests.append(layer.fork(system, 0, 20))  # nothing but its retained set
     random.Random(0).shuffle(requests)
     return layer, requests
 
