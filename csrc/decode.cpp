@@ -122,7 +122,7 @@ void Engine::rank(const Selection& selection) {
 // relative to the retained set, and the estimated weight of all candidates is kept.
 const float* Engine::group_item_scores(Item& item, const float* retained_lse) {
   const int group = geometry_.group();
-  const int candidates = item.candidate_end - item.candidate_begin;
+  const int candidates = item.candidates();
   float* scores = scores_.data() + item.score_offset;
   if (group == 1 && !retained_lse) return scores;
   float* grouped = scores + int64_t{group} * candidates;
@@ -136,7 +136,7 @@ const float* Engine::group_item_scores(Item& item, const float* retained_lse) {
 // neighbours in memory are read one after the other.
 void Engine::rank_item(Item& item, int index, const Selection& selection) {
   const int group = geometry_.group();
-  const int candidates = item.candidate_end - item.candidate_begin;
+  const int candidates = item.candidates();
   const bool weighs = geometry_.layout.has_codes();
   merge_prefix(item, state(index));
   static thread_local std::vector<float> retained;

@@ -261,8 +261,32 @@ class Engine {
   const Item* find_item(int request, int head) const;  // of the last call; null: it has none
   void order_sharers(const Batch& batch);
   void order_visits();
-  int common_pages(int begin, int end) const;
-  void choose_runs();
+  void choose_scoring_runs();
+  // Divides the sharers into runs of neighbours so that, over all runs, (sharers - 1) times the pages that they have in common is
+  // largest. grow_from(last) gives a function of a run that ends with that sharer: asked for one beginning after the other, each
+  // one sharer earlier, it says how many pages the run has in common; 0: no such run; kEndsRun: nor a longer one.
+  template <class GrowFrom>
+  void choose_runs(const GrowFrom& grow_from) {
+    const int count = static_cast<int>(sharers_.size());
+    run_begin_.assign(count + 1, 0);
+    run_pages_.assign(count + 1, 0);
+    run_saved_.assign(count + 1, 0);
+    for (int end = 1; end <= count; ++end) {
+      run_begin_[end] = end - 1;
+      run_saved_[end] = run_saved_[end - 1];
+      auto grow = grow_from(end - 1);
+      for (int begin = end - 2; begin >= 0; --begin) {
+        const int pages = grow(begin);
+        if (pages == kEndsRun) break;
+        const int64_t saved = run_saved_[begin] + int64_t{end - begin - 1} * pages;
+        if (pages == 0 || saved <= run_saved_[end]) continue;
+        run_begin_[end] = begin;
+        run_pages_[end] = pages;
+        run_saved_[end] = saved;
+      }
+    }
+  }
+  static constexpr int kEndsRun = -1;
   void share_prefixes(const Selection& selection);
   void choose_prefix_runs(const Selection& selection);
   void leave_to_run(int run, int sharer);
@@ -423,9 +447,9 @@ class Engine {
   std::vector<Item> items_;  // only grows; the first item_count_ are in use
   int item_count_ = 0;
   std::vector<Sharer> sharers_;
-  // [sharers + 1] each, of the best runs that end before a sharer (choose_prefix_runs, then choose_runs):
+  // [sharers + 1] each, of the best runs that end before a sharer (choose_runs):
   std::vector<int> run_begin_;      // where the last of them begins
-  std::vector<int> run_pages_;      // its common pages (choose_prefix_runs)
+  std::vector<int> run_pages_;      // its common pages
   std::vector<int64_t> run_saved_;  // how many readings or scorings of a page they save
   std::vector<int> visits_;         // [item_count_] items in the order in which they read
   std::vector<PrefixRun> prefix_runs_;

@@ -26,7 +26,7 @@ void Engine::bound_errors(const LayerCall& call, const Batch& batch, Item& item)
   const Layout& layout = geometry_.layout;
   const CodeLayout at(layout.head_dim, layout.code_bits);
   const PageTable table = page_table(call, batch, item.request, item.head);
-  const int pages = std::min(kSampledPages, item.candidate_end - item.candidate_begin);
+  const int pages = std::min(kSampledPages, item.candidates());
   float factors = 0.0f;
   for (int p = 0; p < pages; ++p) {
     const char* summary = table.summary(item.candidate_begin + p);

@@ -125,7 +125,7 @@ void Engine::describe_heads(const LayerCall& call, Item& item, int index) {
   const int group = geometry_.group();
   const int head_dim = geometry_.layout.head_dim;
   const FluxionRequest& anchor = *item.anchor;
-  const int host_tokens = (item.candidate_end - item.candidate_begin) * kPageTokens;
+  const int host_tokens = item.candidates() * kPageTokens;
   const float* sink = state(index);
   const float* local = state(item_count_ + index);
   static thread_local std::vector<float> query;
@@ -182,7 +182,7 @@ void Engine::predict_budgets(const FluxionLayer& layer) {
     Item& item = items_[i];
     if (!item.anchor) continue;
     item.granularity = select_budgets(head_properties_.data() + item.first_row, geometry_.group(),
-                                      (item.candidate_end - item.candidate_begin) * kPageTokens, layer.rule().granularity,
+                                      item.candidates() * kPageTokens, layer.rule().granularity,
                                       head_blocks_.data() + item.first_row);
     item.budget = 0;
   }

@@ -70,7 +70,7 @@ void Engine::choose_blocks(const LayerCall& call, const Batch& batch) {
     if (!item.anchor || item.granularity == 0) continue;
     const int blocks = num_blocks(item);
     const int parts = pool_.size() == 1 ? 1
-                                        : std::clamp((item.candidate_end - item.candidate_begin) / kMinBlockScorePages, 1,
+                                        : std::clamp(item.candidates() / kMinBlockScorePages, 1,
                                                      std::min(blocks, pool_.size()));
     item.score_offset = scores;
     item.pending = parts;
@@ -94,7 +94,7 @@ void Engine::choose_blocks(const LayerCall& call, const Batch& batch) {
 
 int Engine::num_blocks(const Item& item) const {
   const int block_pages = item.granularity / kPageTokens;
-  return (item.candidate_end - item.candidate_begin + block_pages - 1) / block_pages;
+  return (item.candidates() + block_pages - 1) / block_pages;
 }
 
 // Only heads that select something have a row of scores; these rows are consecutive.

@@ -38,7 +38,7 @@ void Engine::order_item(Item& item, const Selection& selection, const float* ret
     item.kept = std::min(item.kept, std::isnan(share) ? 0.0f : static_cast<float>(share));
   }
   if (estimates && item.kept > selection.threshold) return;  // the retained set is enough
-  item.rank.build(kernels_, grouped, item.candidate_end - item.candidate_begin, item.candidate_begin);
+  item.rank.build(kernels_, grouped, item.candidates(), item.candidate_begin);
   item.rank.next(item.budget, item.order);
   if (estimates || (weighs && selection.attributed > 0.0f)) list_unread(item, selection.microbatch_pages);
   if (estimates) expect(item, selection, retained_lse);
@@ -64,7 +64,7 @@ void Engine::expect(Item& item, const Selection& selection, const float* retaine
 void Engine::describe_orders(OrderSizes* sizes) const {
   for (int i = 0; i < item_count_; ++i) {
     const Item& item = items_[i];
-    const int candidates = item.candidate_end - item.candidate_begin;
+    const int candidates = item.candidates();
     sizes[i] = {item.ranked ? static_cast<int32_t>(item.order.size()) : candidates, item.ranked ? candidates : 0, item.expected,
                 static_cast<int32_t>(item.unread_after.size()), item.kept};
   }

@@ -8,8 +8,8 @@
 namespace hybrid_sparse {
 namespace {
 
-constexpr int kMostPrefixRows = 96;      // of a KV head that share one pass; the kernels' products take as many at once
-constexpr int kMinPrefixSpan = 64;       // a task attends to at least this many pages
+constexpr int kMostPrefixRows = 96;  // of a KV head that share one pass; the kernels' products take as many at once
+constexpr int kMinPrefixSpan = 64;   // a task attends to at least this many pages
 
 }  // namespace
 
@@ -26,36 +26,21 @@ void Engine::share_prefixes(const Selection& selection) {
   add_prefix_spans();
 }
 
-// Divides the sharers into runs so that as many readings of a page as possible are saved.
+// Divides the sharers into runs whose common pages are read once for all of their rows.
 void Engine::choose_prefix_runs(const Selection& selection) {
-  const int count = static_cast<int>(sharers_.size());
   const int needed = prefix_sharers(selection);
   const int most = std::max({2, kMostPrefixRows / geometry_.group(), needed});
-  const int per_block = geometry_.layout.pages_per_block();
-  run_begin_.assign(count + 1, 0);
-  run_saved_.assign(count + 1, 0);
-  run_pages_.assign(count + 1, 0);
-  for (int end = 1; end <= count; ++end) {
-    run_begin_[end] = end - 1;
-    run_saved_[end] = run_saved_[end - 1];
-    bool selects = items_[sharers_[end - 1].item].ranked;
-    int blocks = sharers_[end - 1].full_blocks;
-    int requests = 1;
-    for (int begin = end - 2; begin >= 0; --begin) {
+  choose_runs([&](int last) {
+    return [&, requests = 1, selects = items_[sharers_[last].item].ranked, blocks = sharers_[last].full_blocks](int begin) mutable {
       selects = selects || items_[sharers_[begin].item].ranked;
       requests += !sharers_[begin + 1].same_request;
       blocks = std::min(blocks, sharers_[begin + 1].common_blocks);
-      const int pages = blocks * per_block;
-      if (pages < kFewestSharedPages || (selects && needed == 0) || requests > most) break;
-      if (selects && requests < needed) continue;
-      const int64_t saved = run_saved_[begin] + int64_t{end - begin - 1} * pages;
-      if (saved <= run_saved_[end]) continue;
-      run_begin_[end] = begin;
-      run_saved_[end] = saved;
-      run_pages_[end] = pages;
-    }
-  }
-  for (int end = count; end > 0; end = run_begin_[end]) {
+      const int pages = blocks * geometry_.layout.pages_per_block();
+      if (pages < kFewestSharedPages || (selects && needed == 0) || requests > most) return kEndsRun;
+      return selects && requests < needed ? 0 : pages;
+    };
+  });
+  for (int end = static_cast<int>(sharers_.size()); end > 0; end = run_begin_[end]) {
     const int begin = run_begin_[end];
     if (end - begin == 1) continue;
     prefix_runs_.push_back({begin, end - begin, run_pages_[end], 0, 0});

@@ -35,13 +35,13 @@ void Engine::prepare_summary_queries(const LayerCall& call) {
 // for all of its rows, the rest of each sharer's candidates by itself.
 void Engine::add_score_spans() {
   score_spans_.clear();
-  choose_runs();
+  choose_scoring_runs();
   for (int end = static_cast<int>(sharers_.size()); end > 0; end = run_begin_[end]) {
     const int begin = run_begin_[end];
     const Item& first = items_[sharers_[begin].item];
     int shared_end = first.candidate_begin;
     if (end - begin > 1) {
-      shared_end = common_pages(begin, end);
+      shared_end += run_pages_[end];
       add_score_spans(begin, end - begin, first.candidate_begin, shared_end);
     }
     for (int s = begin; s < end; ++s) {
@@ -84,7 +84,7 @@ void Engine::score_span(const LayerCall& call, const Batch& batch, const ScoreSp
       if (first == 0 && !item.error_bounds.empty()) bound_errors(call, batch, item);
       for (int g = 0; g < group; ++g) {
         queries.push_back(query_pointers_[index * group + g]);
-        scores.push_back(scores_.data() + item.score_offset + int64_t{g} * (item.candidate_end - item.candidate_begin) + first);
+        scores.push_back(scores_.data() + item.score_offset + int64_t{g} * item.candidates() + first);
       }
     }
   }

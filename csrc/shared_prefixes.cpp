@@ -1,14 +1,13 @@
 // Requests that begin with the same blocks, because vLLM's prefix cache has the tokens that their prompts have in common: in which
 // order their pages are read, and whose summaries are scored together.
 #include <algorithm>
-#include <limits>
 
 #include "engine.h"
 
 namespace hybrid_sparse {
 namespace {
 
-constexpr int kMostSharedRows = 24;     // of a KV head that are scored together; their operands stay in the L1 cache
+constexpr int kMostSharedRows = 24;  // of a KV head that are scored together; their operands stay in the L1 cache
 
 }  // namespace
 
@@ -48,38 +47,22 @@ void Engine::order_visits() {
   }
 }
 
-// The end of the candidate pages that all sharers of [begin, end) have in common; 0 if one of them ranks none.
-int Engine::common_pages(int begin, int end) const {
-  const int per_block = geometry_.layout.pages_per_block();
-  int blocks = std::numeric_limits<int>::max();
-  for (int s = begin; s < end; ++s) {
-    const Item& item = items_[sharers_[s].item];
-    blocks = std::min(blocks, item.ranked ? item.candidate_end / per_block : 0);
-    if (s > begin) blocks = std::min(blocks, sharers_[s].common_blocks);
-  }
-  return blocks * per_block;
-}
-
-// Divides the sharers into runs whose common pages are scored once for all of their rows, so that as many scorings as possible are
-// saved. Rows of one request share a page's codes anyway; further ones save unpacking them, and tiles of rows are filled.
-void Engine::choose_runs() {
-  const int count = static_cast<int>(sharers_.size());
+// Divides the sharers into runs whose common candidate pages are scored once for all of their rows. Rows of one request share a page's
+// codes anyway; further ones save unpacking them, and tiles of rows are filled.
+void Engine::choose_scoring_runs() {
   const int most = geometry_.layout.has_codes() ? std::max(1, kMostSharedRows / geometry_.group()) : 1;
-  run_begin_.assign(count + 1, 0);
-  run_saved_.assign(count + 1, 0);
-  for (int end = 1; end <= count; ++end) {
-    run_begin_[end] = end - 1;
-    run_saved_[end] = run_saved_[end - 1];
-    for (int begin = end - 2; begin >= 0 && end - begin <= most; --begin) {
-      const int first = items_[sharers_[begin].item].candidate_begin;
-      const int pages = common_pages(begin, end) - first;
-      if (pages < kFewestSharedPages || first != items_[sharers_[begin + 1].item].candidate_begin) break;
-      const int64_t saved = run_saved_[begin] + int64_t{end - begin - 1} * pages;
-      if (saved <= run_saved_[end]) continue;
-      run_begin_[end] = begin;
-      run_saved_[end] = saved;
-    }
-  }
+  const int per_block = geometry_.layout.pages_per_block();
+  const auto item_of = [this](int sharer) -> const Item& { return items_[sharers_[sharer].item]; };
+  const auto candidate_blocks = [&](int sharer) { return item_of(sharer).ranked ? item_of(sharer).candidate_end / per_block : 0; };
+  choose_runs([&](int last) {
+    return [&, last, blocks = candidate_blocks(last)](int begin) mutable {
+      blocks = std::min({blocks, candidate_blocks(begin), sharers_[begin + 1].common_blocks});
+      const int first = item_of(begin).candidate_begin;
+      const int pages = blocks * per_block - first;
+      const bool joins = last - begin < most && pages >= kFewestSharedPages && first == item_of(begin + 1).candidate_begin;
+      return joins ? pages : kEndsRun;
+    };
+  });
 }
 
 }  // namespace hybrid_sparse

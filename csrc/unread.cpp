@@ -20,7 +20,7 @@ constexpr double kLeastDifference = 1.0 / 128;
 const std::vector<int32_t>& Engine::unread_pages(const Item& item) const {
   static thread_local std::vector<uint8_t> taken;
   static thread_local std::vector<int32_t> unread;
-  const int candidates = item.candidate_end - item.candidate_begin;
+  const int candidates = item.candidates();
   taken.assign(candidates, 0);
   unread.resize(candidates);
   uint8_t* is_taken = taken.data();  // found once: thread_local names are looked up at each use
@@ -37,7 +37,7 @@ const std::vector<int32_t>& Engine::unread_pages(const Item& item) const {
 
 // Copies the scores of some candidates into `out`.
 const float* Engine::gather_scores(const Item& item, int g, const int32_t* pages, size_t count, std::vector<float>& out) const {
-  const int candidates = item.candidate_end - item.candidate_begin;
+  const int candidates = item.candidates();
   const float* scores = scores_.data() + item.score_offset + int64_t{g} * candidates - item.candidate_begin;
   if (out.size() < count) out.resize(count);
   float* to = out.data();
@@ -111,7 +111,7 @@ void Engine::list_unread(Item& item, int microbatch_pages) {
 // set, of the candidates read and of the unread ones. The output becomes that of everything read, plus u / (r + m + u) times
 // attributed * (mean of the candidates read - mean of everything read). This is the candidates' state times a factor.
 void Engine::attribute_unread(Item& item, const float* retained, float* read) {
-  const bool all = static_cast<int>(item.order.size()) == item.candidate_end - item.candidate_begin;
+  const bool all = static_cast<int>(item.order.size()) == item.candidates();
   if (all || item.order.empty() || !geometry_.layout.has_codes()) return;
   if (item.unread.empty()) estimate_unread(item);
   const int group = geometry_.group();
