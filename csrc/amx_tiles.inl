@@ -5,8 +5,8 @@
 inline constexpr int kTileRows = 16;
 inline constexpr int kTileColumns = 4;  // results at once: enough to hide that each is a chain of dependent products
 // Tiles 0 to 3 are results, rows x 16 floats. A tile of keys has 32 dims of a page's 16 tokens (16 lines of 64 bytes), a tile of
-// values has 16 dims of the 16 tokens (8 lines). Both lie in memory as a tile needs them (layout.h). Half tiles are for values,
-// and for the last 16 dims if 32 does not divide their number.
+// values has 16 dims of two pages' tokens (8 lines each). Pages lie in memory as tiles need them (layout.h). Half tiles are for the
+// last 16 dims of keys if 32 does not divide their number.
 inline constexpr int kWideLeft = 4;   // rows x 32 bf16
 inline constexpr int kWideRight = 5;  // 16 pairs x 16
 inline constexpr int kHalfLeft = 6;   // rows x 16 bf16

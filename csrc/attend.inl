@@ -270,6 +270,9 @@ static void attend_row_tile(const AttendArgs& args, const Chunk<T>& chunk, int f
   }
 }
 
+// The first row of one of `tiles` row tiles, which divide `rows` evenly.
+static inline int tile_begin(int rows, int tiles, int tile) { return static_cast<int>(int64_t{rows} * tile / tiles); }
+
 // Calls attend_tile(chunk, first row, rows, pages to fetch ahead) for all row tiles, chunk after chunk.
 // Keep: also keeps the tokens' scores, and without `out` makes nothing else. It is a separate variant, so that plain attention
 // does not test for it. With two variants GCC would inline the tiles into neither by itself.
@@ -328,8 +331,8 @@ static inline void attend_chunks(const AttendArgs& args, int tile_rows, const At
     if constexpr (T::pack == 2)
       if (narrow) widen_chunk(chunk, head_dim, scores_only);
     for (int tile = 0; tile < tiles; ++tile) {
-      const int first_row = static_cast<int>(int64_t{args.rows} * tile / tiles);
-      const int last_row = static_cast<int>(int64_t{args.rows} * (tile + 1) / tiles);
+      const int first_row = tile_begin(args.rows, tiles, tile);
+      const int last_row = tile_begin(args.rows, tiles, tile + 1);
       // Every tile fetches its share of the next keys.
       chunk.first_ahead = tile * share;
       attend_tile(chunk, first_row, last_row - first_row, more && chunk.first_ahead < kChunkPages ? share : 0);

@@ -1,5 +1,5 @@
-// Attention of query rows by AMX, for bf16. Keys and values lie in memory as tiles, and 16 rows are multiplied by them at a time.
-// Vector code computes the softmax between the two products.
+// Attention of query rows by AMX, for bf16. Keys lie in memory as tiles, values as tiles of one page, and 16 rows are multiplied by
+// them at a time. Vector code computes the softmax between the two products. Weighted values are summed in the tiles themselves.
 // Included inside the namespace and target region of one instruction set, after attend.inl and amx_tiles.inl.
 
 struct Bf16Amx {
@@ -16,11 +16,17 @@ inline constexpr int kPackedRows = 96;  // rows whose queries lie one after anot
 
 struct AmxBuffers {
   alignas(64) char queries[int64_t{kPackedRows + kTileRows} * kMaxHeadDim * 2];
-  alignas(64) char last_values[int64_t{kPageTokens} * kMaxHeadDim * 2];  // of a page that is not full; zeros after its tokens
+  alignas(64) char values[int64_t{kChunkTokens} * kMaxHeadDim * 2];  // of a chunk; zeros after the tokens that some row sees
   alignas(64) float scores[kTileRows * kChunkTokens];
   alignas(64) uint16_t weights[kTileRows * kChunkTokens];
-  alignas(64) float sums[kTileRows * kTileColumns * 16];
+  alignas(64) float sums[int64_t{kPackedRows} * kMaxHeadDim];  // of weighted values: row tile after row tile, as `sums_of` says
 };
+
+// Where the sums of a row tile begin: for each 16 dims a tile of 16 rows x 16. Row tiles have at most 16 rows, of an even division,
+// so this is the row tile's number.
+static inline float* sums_of(AmxBuffers& buffers, int first_row, int head_dim) {
+  return buffers.sums + int64_t{(first_row + kTileRows - 1) / kTileRows} * kTileRows * head_dim;
+}
 
 // Unscaled scores of the tile's rows. Fetches chunk.soon, a line of each page in turn.
 [[gnu::always_inline]]
@@ -53,7 +59,7 @@ static inline void score_tiles(const char* queries, int head_dim, const Chunk<Bf
   }
 }
 
-// Weights times the values of `Columns` runs of 16 dims from first_dim on.
+// sums += weights times the values of `Columns` runs of 16 dims from first_dim on, two pages at a time.
 template <int Columns>
 [[gnu::always_inline]]
 static inline void value_tiles(const AmxBuffers& buffers, int head_dim, const Chunk<Bf16Amx>& chunk, int first_dim, int ahead,
@@ -65,33 +71,34 @@ static inline void value_tiles(const AmxBuffers& buffers, int head_dim, const Ch
       if constexpr (J < Columns) f.template operator()<J>();
     });
   };
-  columns([&]<int J>() __attribute__((always_inline)) { clear_tile<J>(); });
-  for (int page = 0; page < chunk.pages; ++page) {
-    const int tokens = chunk.value_steps[page] * 2 + chunk.half_step[page];
-    if (tokens == 0) continue;
-    for (int line = 0; line < Columns * kLines; ++line)
+  columns([&]<int J>() __attribute__((always_inline)) { load_tile<J>(sums + J * kTileRows * 16, 64); });
+  for (int page = 0; page < chunk.pages; page += 2) {
+    for (int line = 0; line < 2 * Columns * kLines; ++line)
       for (int i = 0; i < ahead; ++i)
         prefetch(chunk.next[chunk.first_ahead + i] + (first_dim / 16 * kPageTokens / 2 + page * Columns * kLines + line) * 64);
-    const char* values = tokens < kPageTokens ? buffers.last_values : chunk.values[page];
-    load_tile<kHalfLeft>(buffers.weights + page * kPageTokens, kChunkTokens * sizeof(uint16_t));
+    const char* values = buffers.values + page * kPageTokens / 2 * pair_bytes + first_dim * 4;
+    load_tile<kWideLeft>(buffers.weights + page * kPageTokens, kChunkTokens * sizeof(uint16_t));
     columns([&]<int J>() __attribute__((always_inline)) {
-      load_tile<kHalfRight>(values + (first_dim + 16 * J) * 4, pair_bytes);
-      multiply_tiles<J, kHalfLeft, kHalfRight>();
+      load_tile<kWideRight>(values + J * 64, pair_bytes);
+      multiply_tiles<J, kWideLeft, kWideRight>();
     });
   }
-  columns([&]<int J>() __attribute__((always_inline)) { store_tile<J>(sums + 16 * J, kTileColumns * 64); });
+  columns([&]<int J>() __attribute__((always_inline)) { store_tile<J>(sums + J * kTileRows * 16, 64); });
 }
 
-// Copies the values of a page that is not full, since what follows its tokens may be NaN, which a weight of 0 does not cancel.
-static void copy_last_values(const Chunk<Bf16Amx>& chunk, int head_dim, char* out) {
+// Copies the values of a chunk one page after another, so that a tile takes the pairs of two pages. What follows the tokens that
+// some row sees may be NaN, which a weight of 0 does not cancel: zeros are put there.
+static void copy_values(const Chunk<Bf16Amx>& chunk, int head_dim, char* out) {
   const int64_t pair_bytes = int64_t{head_dim} * 4;
-  for (int page = 0; page < chunk.pages; ++page) {
-    const int steps = chunk.value_steps[page];
-    if (steps * 2 == kPageTokens || (steps == 0 && !chunk.half_step[page])) continue;
-    std::memset(out, 0, kPageTokens / 2 * pair_bytes);
-    std::memcpy(out, chunk.values[page], steps * pair_bytes);
-    for (int64_t at = steps * pair_bytes; chunk.half_step[page] && at < (steps + 1) * pair_bytes; at += 64)
-      _mm512_storeu_si512(out + at, _mm512_and_si512(_mm512_loadu_si512(chunk.values[page] + at), _mm512_set1_epi32(0xffff)));
+  const int64_t page_bytes = kPageTokens / 2 * pair_bytes;
+  for (int page = 0; page < (chunk.pages + 1) / 2 * 2; ++page, out += page_bytes) {
+    const bool filler = page >= chunk.pages;
+    const int64_t whole = filler ? 0 : chunk.value_steps[page] * pair_bytes;
+    int64_t at = 0;
+    for (; at < whole; at += 64) _mm512_store_si512(out + at, _mm512_loadu_si512(chunk.values[page] + at));
+    for (; !filler && chunk.half_step[page] && at < whole + pair_bytes; at += 64)
+      _mm512_store_si512(out + at, _mm512_and_si512(_mm512_loadu_si512(chunk.values[page] + at), _mm512_set1_epi32(0xffff)));
+    std::memset(out + at, 0, page_bytes - at);
   }
 }
 
@@ -104,7 +111,7 @@ static void attend_tile(const AttendArgs& args, const Chunk<Bf16Amx>& chunk, int
     keep_scores(args, chunk, first_row, rows, buffers.scores);
     if (!args.out) return;
   }
-  if (first_row == 0) copy_last_values(chunk, head_dim, buffers.last_values);
+  if (first_row == 0) copy_values(chunk, head_dim, buffers.values);
   vf added[kTileRows + 3];
   float rescale[kTileRows];
   for (int r = 0; r < rows; ++r) {
@@ -115,18 +122,32 @@ static void attend_tile(const AttendArgs& args, const Chunk<Bf16Amx>& chunk, int
                                       reinterpret_cast<Bf16Amx::Op*>(buffers.weights + r * kChunkTokens), added[r]);
   }
   add_to_sums(added, rows, rescale, args.row_sum + first_row);
-  float* out = args.out + int64_t{first_row} * head_dim;
-  const auto add_values = [&]<int Columns>(int dim) __attribute__((always_inline)) {
-    value_tiles<Columns>(buffers, head_dim, chunk, dim, ahead, buffers.sums);
-    for (int r = 0; r < rows; ++r) {
-      float* of_row = out + int64_t{r} * head_dim + dim;
-      for (int j = 0; j < Columns; ++j)
-        store(of_row + 16 * j, fma(load(of_row + 16 * j), set1(rescale[r]), load(buffers.sums + (r * kTileColumns + j) * 16)));
+  float* sums = sums_of(buffers, first_row, head_dim);
+  for (int r = 0; r < rows; ++r) {
+    if (rescale[r] == 1.0f) continue;
+    for (int dim = 0; dim < head_dim; dim += 16) {
+      float* of_row = sums + dim * kTileRows + r * 16;
+      store(of_row, mul(load(of_row), set1(rescale[r])));
     }
-  };
+  }
   int dim = 0;
-  for (; dim + 16 * kTileColumns <= head_dim; dim += 16 * kTileColumns) add_values.template operator()<kTileColumns>(dim);
-  for (; dim < head_dim; dim += 16) add_values.template operator()<1>(dim);
+  for (; dim + 16 * kTileColumns <= head_dim; dim += 16 * kTileColumns)
+    value_tiles<kTileColumns>(buffers, head_dim, chunk, dim, ahead, sums + dim * kTileRows);
+  for (; dim < head_dim; dim += 16) value_tiles<1>(buffers, head_dim, chunk, dim, ahead, sums + dim * kTileRows);
+}
+
+static void clear_sums(int rows, int head_dim, AmxBuffers& buffers) {
+  std::memset(buffers.sums, 0, (rows + kTileRows - 1) / kTileRows * kTileRows * head_dim * sizeof(float));
+}
+static void copy_sums(AmxBuffers& buffers, int rows, int head_dim, float* out) {
+  const int tiles = (rows + kTileRows - 1) / kTileRows;
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int first_row = tile_begin(rows, tiles, tile);
+    const float* sums = sums_of(buffers, first_row, head_dim);
+    for (int row = first_row; row < tile_begin(rows, tiles, tile + 1); ++row)
+      for (int dim = 0; dim < head_dim; dim += 16)
+        store(out + int64_t{row} * head_dim + dim, load(sums + dim * kTileRows + (row - first_row) * 16));
+  }
 }
 
 inline constexpr int kFewestRows = 8;  // fewer are bound by memory even with vectors
@@ -161,8 +182,10 @@ static void attend_amx(const AttendArgs& all) {
     if (args.page_lse_min) args.page_lse_min += first;
     if (args.token_scores) args.token_scores += first * args.token_scores_stride;
     for (int r = 0; r < args.rows; ++r) std::memcpy(buffers.queries + r * query_bytes, args.queries[r], query_bytes);
+    if (args.out) clear_sums(args.rows, args.head_dim, buffers);
     attend_chunks<Bf16Amx, Keep>(args, kTileRows, [&](const Chunk<Bf16Amx>& chunk, int first_row, int rows, int ahead) {
       attend_tile<Keep>(args, chunk, first_row, rows, ahead, buffers);
     });
+    if (args.out) copy_sums(buffers, args.rows, args.head_dim, args.out);
   }
 }
