@@ -1,6 +1,7 @@
 // Requests that begin with the same blocks, because vLLM's prefix cache has the tokens that their prompts have in common: in which
 // order their pages are read, and whose summaries are scored together.
 #include <algorithm>
+#include <cstring>
 
 #include "engine.h"
 
@@ -8,6 +9,14 @@ namespace hybrid_sparse {
 namespace {
 
 constexpr int kMostSharedRows = 24;  // of a KV head that are scored together; their operands stay in the L1 cache
+
+// How many of the first `count` entries of two block tables are alike. `memcmp` compares vectors, `mismatch` one entry after another.
+int common_beginning(const int32_t* a, const int32_t* b, int count) {
+  constexpr int kPiece = 64;
+  int at = 0;
+  while (at + kPiece <= count && std::memcmp(a + at, b + at, kPiece * sizeof(int32_t)) == 0) at += kPiece;
+  return static_cast<int>(std::mismatch(a + at, a + count, b + at).first - a);
+}
 
 }  // namespace
 
@@ -19,8 +28,7 @@ void Engine::order_sharers(const Batch& batch) {
     sharers_.push_back({i, blocks, items_[i].seq_len / geometry_.layout.block_tokens, 0, false});
   }
   const auto common = [](const Sharer& a, const Sharer& b) {
-    const int32_t* end = a.blocks + std::min(a.full_blocks, b.full_blocks);
-    return static_cast<int>(std::mismatch(a.blocks, end, b.blocks).first - a.blocks);
+    return common_beginning(a.blocks, b.blocks, std::min(a.full_blocks, b.full_blocks));
   };
   std::sort(sharers_.begin(), sharers_.end(), [&](const Sharer& a, const Sharer& b) {
     const int place = common(a, b);

@@ -307,11 +307,22 @@ def test_on_cuda_vllm_asks_the_backend_itself(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_warnings_of_ours_appear_in_vllm_s_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = logging.getLogger("vllm_hybrid_sparse"), logging.getLogger("vllm")
-    monkeypatch.setattr(ours, "handlers", [])
-    handler = BufferingHandler(capacity=10)
-    monkeypatch.setattr(theirs, "handlers", [handler])
+    ours, theirs, root = logging.getLogger("vllm_hybrid_sparse"), logging.getLogger("vllm"), logging.getLogger()
+    monkeypatch.setattr(ours, "parent", root)
+    of_vllm, of_root = BufferingHandler(capacity=10), BufferingHandler(capacity=10)
+    monkeypatch.setattr(root, "handlers", [of_root])
     for _ in range(2):
         log_as_vllm()
-    logging.getLogger("vllm_hybrid_sparse.runtime.tiers").warning("a load failed")
-    assert [record.getMessage() for record in handler.buffer] == ["a load failed"]
+    # A front end configures its log after it has loaded plugins, and may do so again.
+    monkeypatch.setattr(theirs, "handlers", [of_vllm])
+    monkeypatch.setattr(theirs, "propagate", False)
+    level = theirs.level
+    try:
+        theirs.setLevel(logging.WARNING)
+        module = logging.getLogger("vllm_hybrid_sparse.runtime.tiers")
+        module.info("a load began")
+        module.warning("a load failed")
+    finally:
+        theirs.setLevel(level)
+    assert [record.getMessage() for record in of_vllm.buffer] == ["a load failed"]
+    assert of_root.buffer == []

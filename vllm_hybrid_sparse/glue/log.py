@@ -4,9 +4,9 @@ import logging
 
 
 def log_as_vllm() -> None:
-    """Send the log of the whole package to vLLM's handlers, from vLLM's log level on."""
-    ours, theirs = logging.getLogger("vllm_hybrid_sparse"), logging.getLogger("vllm")
-    for handler in theirs.handlers:
-        if handler not in ours.handlers:
-            ours.addHandler(handler)
-    ours.setLevel(theirs.level)
+    """Send the log of the whole package to whatever vLLM's log has, now or later: handlers, level, propagation.
+
+    In a front end vLLM loads plugins before it configures its log, so there is nothing to copy yet. Instead our logger
+    becomes a child of vLLM's.
+    """
+    logging.getLogger("vllm_hybrid_sparse").parent = logging.getLogger("vllm")
