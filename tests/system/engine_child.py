@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.reader import Counter
 
 from tests.system.engine_jobs import MARK
@@ -56,8 +57,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         temperature=0, max_tokens=job.get("max_tokens", 1), ignore_eos=True, logprobs=2 if job.get("margins") else None
     )
     prompts = [{"prompt_token_ids": token_ids} for token_ids in job.get("prompts", [])]
+    adapter = LoRARequest("adapter", 1, job["adapter"]) if "adapter" in job else None
+    chosen = [adapter if place % 2 else None for place in range(len(prompts))] if adapter else None
     answers = []
-    for request in engine.generate(prompts, sampling, use_tqdm=False) if prompts else []:
+    for request in engine.generate(prompts, sampling, use_tqdm=False, lora_request=chosen) if prompts else []:
         output = request.outputs[0]
         ranked = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in output.logprobs or []]
         answers.append({"token_ids": list(output.token_ids), "margins": [best[0] - best[1] for best in ranked]})

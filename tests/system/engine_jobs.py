@@ -1,7 +1,8 @@
 """Engine runs in a child process: what is asked of it and what comes back.
 
 job      {"name": …, "engine_args": {… of vllm.LLM}, "prompts": [[token ids]], "max_tokens": n, "margins": bool,
-          "blocks": bool, "entered": bool, "counters": [names of vLLM's]}
+          "blocks": bool, "entered": bool, "counters": [names of vLLM's],
+          "adapter": path of a LoRA adapter, which every second prompt is answered with}
 result   {"name": …, "answers": [{"token_ids": […], "margins": […]}]}, with "blocks": {"full": n, "stale": n},
          "entered": n (blocks of the device pool) and "counters": [values] where asked for, or
          {"name": …, "error": "… with its causes"}
