@@ -129,9 +129,10 @@ def test_common_pages_count_as_retained(isa: str, dtype: torch.dtype, geometry: 
 
 @pytest.mark.parametrize("chosen", ["dense", "topk", "progressive"])
 def test_threads_divide_a_long_prefix(isa: str, chosen: str) -> None:
-    """Into four parts for each of two KV heads."""
-    pages, spec = 256, SELECTIONS[chosen]
-    layer = make_layer(Shape(num_q_heads=6, isa=isa, num_threads=3, summary=SUMMARIES[chosen]))
+    """Into four parts for each of two KV heads. Block tables, which have 260 entries in common, are compared by 64."""
+    pages, spec = 260, SELECTIONS[chosen]
+    shape = Shape(num_q_heads=6, block_tokens=PAGE_TOKENS, isa=isa, num_threads=3, summary=SUMMARIES[chosen])
+    layer = make_layer(shape)
     requests = documents_with_sharers(layer, 1, pages * PAGE_TOKENS)
     query = layer.random(len(requests), 6, 64)
     expected, _ = with_prefix_retained(layer, requests, query, spec, pages)
