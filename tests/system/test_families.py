@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.adapters import make_adapter
+from tests.system.adapters import RANK, make_adapter
 from tests.system.completions import difference, margins_where_parted
 from tests.system.engine_jobs import answers_of, run_jobs
 from tests.system.tiny_models import SERVED, SERVED_TOO, make_tiny_model
@@ -32,8 +32,6 @@ NARROW = "llama-gqa"  # the family that is served with narrower KV caches, too
 NARROWER = {"bfloat16": 0.05, "fp8": 0.15}
 """Dtypes, and below what margin of log-probabilities each may change a token: the median is 0.2, the largest that were
 seen 0.015 and 0.074."""
-
-
 ADAPTED = "llama-gqa"  # the family that is served with a LoRA adapter, too
 
 
@@ -55,6 +53,10 @@ def _engine_args(model: Path, **changes: object) -> dict[str, Any]:
     return shared | changes
 
 
+def _ours(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_backend": "hybrid_sparse", "additional_config": {"hybrid_sparse": settings}}
+
+
 def settings_of(family: str) -> list[str]:
     """The settings that a family is served with."""
     return list(EXACT_SETTINGS) if family in WITH_EVERY_SETTING or family in SERVED_TOO else list(EVERY_FAMILY)
@@ -66,55 +68,51 @@ def jobs_of(family: str, model: Path) -> list[dict[str, Any]]:
     task = {"prompts": prompts, "max_tokens": ANSWER_TOKENS}
     jobs = [{"name": f"{family} stock", "engine_args": _engine_args(model), "margins": True, **task}]
     for name in settings_of(family):
-        settings = EXACT_SETTINGS[name]
-        ours = {"attention_backend": "hybrid_sparse", "additional_config": {"hybrid_sparse": settings}}
-        jobs.append({"name": f"{family} {name}", "engine_args": _engine_args(model, block_size=16, **ours), **task})
+        engine_args = _engine_args(model, block_size=16, **_ours(EXACT_SETTINGS[name]))
+        jobs.append({"name": f"{family} {name}", "engine_args": engine_args, **task})
     if family == NARROW:
-        ours = {"attention_backend": "hybrid_sparse", "additional_config": {"hybrid_sparse": {"policy": "dense"}}}
         for stored in NARROWER:
-            narrow = _engine_args(model, kv_cache_dtype=stored, **ours)
+            narrow = _engine_args(model, kv_cache_dtype=stored, **_ours({"policy": "dense"}))
             jobs.append({"name": f"{family} {stored}", "engine_args": narrow, **task})
     return jobs
 
 
 def jobs_with_adapter(model: Path, adapter: Path) -> list[dict[str, Any]]:
-    """Return the runs of a model whose every second request has a LoRA adapter, as `jobs_of`."""
-    task = {"prompts": byte_prompts(seed=1), "max_tokens": ANSWER_TOKENS, "adapter": str(adapter)}
+    """Return the runs of a model whose every second request has a LoRA adapter, as `jobs_of`, and "adapter bare":
+    stock vLLM without it on the same prompts.
+    """
+    bare = {"prompts": byte_prompts(seed=1), "max_tokens": ANSWER_TOKENS}
+    task = bare | {"adapter": str(adapter)}
     # On CPUs vLLM 0.32 gives rows without an adapter the one in the last place, so that has to stay empty.
-    adapted = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    jobs = [{"name": "adapter stock", "engine_args": _engine_args(model, **adapted), "margins": True, **task}]
-    for name in EVERY_FAMILY:
-        ours = {"attention_backend": "hybrid_sparse", "additional_config": {"hybrid_sparse": EXACT_SETTINGS[name]}}
-        jobs.append({"name": f"adapter {name}", "engine_args": _engine_args(model, **adapted, **ours), **task})
-    return jobs
+    adapted = _engine_args(model, enable_lora=True, max_lora_rank=RANK, max_loras=2)
+    return [
+        {"name": "adapter bare", "engine_args": _engine_args(model), **bare},
+        {"name": "adapter stock", "engine_args": adapted, "margins": True, **task},
+        *(
+            {"name": f"adapter {name}", "engine_args": adapted | _ours(EXACT_SETTINGS[name]), **task}
+            for name in EVERY_FAMILY
+        ),
+    ]
 
 
-def _results(families: Sequence[str], factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = factory.mktemp("families")
-    jobs = [job for family in families for job in jobs_of(family, make_tiny_model(family, folder))]
-    return run_jobs(jobs, folder / "engines.log")
+def _jobs_of_all(families: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+    return [job for family in families for job in jobs_of(family, make_tiny_model(family, folder))]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """All runs of the common families."""
-    return _results(list(SERVED), tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def adapted_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The runs with an adapter, and stock vLLM without it on the same prompts ("bare")."""
-    folder = tmp_path_factory.mktemp("adapted")
+    """All runs of the common families, and those with an adapter."""
+    folder = tmp_path_factory.mktemp("families")
+    jobs = _jobs_of_all(list(SERVED), folder)
     model = make_tiny_model(ADAPTED, folder)
-    task = {"prompts": byte_prompts(seed=1), "max_tokens": ANSWER_TOKENS}
-    bare = {"name": "bare", "engine_args": _engine_args(model), **task}
-    return run_jobs([bare, *jobs_with_adapter(model, make_adapter(model, folder))], folder / "engines.log")
+    return run_jobs(jobs + jobs_with_adapter(model, make_adapter(model, folder)), folder / "engines.log")
 
 
 @pytest.fixture(scope="module")
 def more_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """All runs of the less common head sizes and groups."""
-    return _results(list(SERVED_TOO), tmp_path_factory)
+    folder = tmp_path_factory.mktemp("families")
+    return run_jobs(_jobs_of_all(list(SERVED_TOO), folder), folder / "engines.log")
 
 
 def _check(results: dict[str, dict[str, Any]], family: str, setting: str) -> None:
@@ -141,12 +139,10 @@ def test_family_answers_as_stock(results: dict[str, dict[str, Any]], family: str
 
 
 @pytest.mark.parametrize("setting", EVERY_FAMILY)
-def test_requests_with_and_without_an_adapter_answer_as_stock(
-    adapted_results: dict[str, dict[str, Any]], setting: str
-) -> None:
+def test_requests_with_and_without_an_adapter_answer_as_stock(results: dict[str, dict[str, Any]], setting: str) -> None:
     """LoRA on queries, keys and values; every second request has it, so batches hold both kinds."""
-    _check(adapted_results, "adapter", setting)
-    bare, adapted = answers_of(adapted_results["bare"]), answers_of(adapted_results["adapter stock"])
+    _check(results, "adapter", setting)
+    bare, adapted = answers_of(results["adapter bare"]), answers_of(results["adapter stock"])
     changed = [without.token_ids != with_it.token_ids for without, with_it in zip(bare, adapted, strict=True)]
     assert changed == [place % 2 == 1 for place in range(len(changed))], "the adapter is not where it should be"
 
