@@ -26,6 +26,8 @@ from vllm_hybrid_sparse.glue.backend import HybridSparseBackend
 from vllm_hybrid_sparse.glue.cpu_worker import HybridSparseCPUWorker
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker
 from vllm_hybrid_sparse.kernels.paged_attention import native
+from vllm_hybrid_sparse.memory.huge_pages import Gathered
+from vllm_hybrid_sparse.runtime.cores import usable_cores
 
 ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 AOT_COMPILE = "VLLM_USE_AOT_COMPILE"
@@ -106,6 +108,14 @@ def test_shutdown_ends_the_thread_that_trims(monkeypatch: pytest.MonkeyPatch) ->
     assert ended == ["vLLM's"]
 
 
+def ready_worker(dtype: torch.dtype) -> None:
+    """A worker of a model with this dtype makes its memory ready."""
+    requests = SimpleNamespace(follow=lambda _order: None)
+    bare_worker(
+        _runtime=SimpleNamespace(requests=requests), model_config=SimpleNamespace(dtype=dtype)
+    ).initialize_from_config(None)
+
+
 @pytest.mark.parametrize(
     ("machine", "isas", "dtype", "said"),
     [
@@ -122,14 +132,37 @@ def test_a_slow_dtype_is_pointed_out(
     monkeypatch.setattr(HostStoreWorker, "initialize_from_config", lambda *_: None)
     monkeypatch.setattr(native.platform, "machine", lambda: machine)
     monkeypatch.setattr(native, "supported_isas", lambda: isas)
-    monkeypatch.setattr(cpu_worker.logger, "info", lines.append)
-    requests = SimpleNamespace(follow=lambda _order: None)
+    monkeypatch.setattr(cpu_worker, "gather_resident", lambda _cores: Gathered(0, 0))
+    monkeypatch.setattr(cpu_worker.logger, "info", lambda line, *values: lines.append(line % values))
 
-    bare_worker(
-        _runtime=SimpleNamespace(requests=requests), model_config=SimpleNamespace(dtype=dtype)
-    ).initialize_from_config(None)
+    ready_worker(dtype)
 
-    assert [("--dtype float32" in line) for line in lines] == [True] * said
+    assert [("--dtype float32" in line) for line in lines[1:]] == [True] * said
+
+
+@pytest.mark.parametrize(
+    ("declined", "said"),
+    [(0, "1.50 GiB of memory in huge pages"), (2**29, "(the kernel declined 0.50 GiB)")],
+)
+def test_what_is_in_use_is_gathered_into_huge_pages_after_free_memory_is_gone(
+    monkeypatch: pytest.MonkeyPatch, declined: int, said: str
+) -> None:
+    calls: list[object] = []
+    lines: list[str] = []
+
+    def gather(cores: set[int]) -> Gathered:
+        calls.append(cores)
+        return Gathered(3 * 2**29, declined)
+
+    monkeypatch.setattr(HostStoreWorker, "initialize_from_config", lambda *_: calls.append("store"))
+    monkeypatch.setattr(cpu_worker, "glibc_trim", lambda: lambda: calls.append("trim"))
+    monkeypatch.setattr(cpu_worker, "gather_resident", gather)
+    monkeypatch.setattr(cpu_worker.logger, "info", lambda line, *values: lines.append(line % values))
+
+    ready_worker(torch.float32)
+
+    assert calls == ["store", "trim", usable_cores()]
+    assert [said in line for line in lines] == [True]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_hybrid_sparse.memory import advice
 from vllm_hybrid_sparse.memory import prefault as prefault_module
 from vllm_hybrid_sparse.memory.prefault import prefault
 
@@ -42,7 +43,7 @@ def test_contents_stay_and_a_part_of_a_storage_populates_all_of_it() -> None:
 
 
 def test_what_the_kernel_declines_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefault_module, "_MADV_COLLAPSE", 10**4)  # as to a kernel that does not know it
+    monkeypatch.setattr(advice, "COLLAPSE", 10**4)  # as to a kernel that does not know it
     declined = prefault(torch.empty(4 * MIB, dtype=torch.uint8))
     assert declined[-1] == "collapse: Invalid argument"
 
@@ -62,7 +63,7 @@ def test_threads_take_the_cores_that_they_are_given(monkeypatch: pytest.MonkeyPa
             pools.append((self._max_workers, self.submit(os.sched_getaffinity, 0).result()))
             super().__exit__(*error)
 
-    monkeypatch.setattr(prefault_module, "ThreadPoolExecutor", Watched)
+    monkeypatch.setattr(advice, "ThreadPoolExecutor", Watched)
     tensor = torch.empty(MIB, dtype=torch.uint8)
     os.sched_setaffinity(0, cores[:1])  # of this thread
     try:
@@ -71,4 +72,5 @@ def test_threads_take_the_cores_that_they_are_given(monkeypatch: pytest.MonkeyPa
         prefault(tensor, [10**4])  # no such core
     finally:
         os.sched_setaffinity(0, cores)
-    assert pools == [(1, {cores[0]}), (min(8, len(cores)), set(cores)), (1, {cores[0]})]
+    taken = [(1, {cores[0]}), (min(8, len(cores)), set(cores)), (1, {cores[0]})]
+    assert pools == [threads for threads in taken for _ in range(3)]  # each gives three pieces of advice

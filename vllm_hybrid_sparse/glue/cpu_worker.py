@@ -1,6 +1,7 @@
 """vLLM's CPU worker over a host store."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ from vllm_hybrid_sparse.glue.environment import give
 from vllm_hybrid_sparse.glue.worker import HostStoreWorker, logger
 from vllm_hybrid_sparse.kernels.paged_attention.native import lacks_bf16
 from vllm_hybrid_sparse.memory.heap import HeapTrimmer, glibc_trim
+from vllm_hybrid_sparse.memory.huge_pages import gather_resident
 from vllm_hybrid_sparse.memory.pinned import available_bytes, host_store_bytes
+from vllm_hybrid_sparse.runtime.cores import usable_cores
 
 # Variables that the worker's process gets unless the user set them.
 _ENVIRONMENT = {
@@ -79,6 +82,7 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the host store ready, and learn from the runner which requests a step has."""
         super().initialize_from_config(kv_cache_config)
+        self._gather_weights()
         self._runtime.requests.follow(lambda: self.model_runner.input_batch.req_ids)
         if self.model_config.dtype == torch.bfloat16 and lacks_bf16():
             logger.info(
@@ -86,6 +90,20 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
                 "requests slow; --dtype float32 avoids that, and --kv-cache-dtype bfloat16 beside it keeps the KV "
                 "cache as small as it is"
             )
+
+    def _gather_weights(self) -> None:
+        """Gather the model's weights into huge pages, with all else that the process has in use."""
+        trim = glibc_trim()
+        if trim is not None:
+            trim()  # first: a piece that is free in part would fall apart when that part is given back later
+        started = time.monotonic()
+        gathered = gather_resident(usable_cores())
+        logger.info(
+            "hybrid_sparse: %.2f GiB of memory in huge pages after %.1f s, the KV cache's included%s",
+            gathered.bytes / 2**30,
+            time.monotonic() - started,
+            f" (the kernel declined {gathered.declined / 2**30:.2f} GiB)" if gathered.declined else "",
+        )
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run one step's forward pass.
