@@ -270,6 +270,9 @@ static void attend_row_tile(const AttendArgs& args, const Chunk<T>& chunk, int f
   }
 }
 
+// How many row tiles of at most `tile_rows` rows there are.
+static inline int tiles_of(int rows, int tile_rows) { return (rows + tile_rows - 1) / tile_rows; }
+
 // The first row of one of `tiles` row tiles, which divide `rows` evenly.
 static inline int tile_begin(int rows, int tiles, int tile) { return static_cast<int>(int64_t{rows} * tile / tiles); }
 
@@ -294,7 +297,7 @@ static inline void attend_chunks(const AttendArgs& args, int tile_rows, const At
 
   const bool narrow = is_narrow(args.table, head_dim);
   const int64_t value_offset = args.table.page_bytes / 2;
-  const int tiles = (args.rows + tile_rows - 1) / tile_rows;
+  const int tiles = tiles_of(args.rows, tile_rows);
   const int share = tiles == 1 ? kChunkPages : tiles < kChunkPages ? kChunkPages / 2 : 1;
   const char* following[kChunkPages];
   const auto number = [&](int i) { return args.pages ? args.pages[i] : args.page_begin + i; };

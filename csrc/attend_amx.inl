@@ -25,7 +25,7 @@ struct AmxBuffers {
 // Where the sums of a row tile begin: for each 16 dims a tile of 16 rows x 16. Row tiles have at most 16 rows, of an even division,
 // so this is the row tile's number.
 static inline float* sums_of(AmxBuffers& buffers, int first_row, int head_dim) {
-  return buffers.sums + int64_t{(first_row + kTileRows - 1) / kTileRows} * kTileRows * head_dim;
+  return buffers.sums + int64_t{tiles_of(first_row, kTileRows)} * kTileRows * head_dim;
 }
 
 // Unscaled scores of the tile's rows. Fetches chunk.soon, a line of each page in turn.
@@ -137,10 +137,10 @@ static void attend_tile(const AttendArgs& args, const Chunk<Bf16Amx>& chunk, int
 }
 
 static void clear_sums(int rows, int head_dim, AmxBuffers& buffers) {
-  std::memset(buffers.sums, 0, (rows + kTileRows - 1) / kTileRows * kTileRows * head_dim * sizeof(float));
+  std::memset(buffers.sums, 0, tiles_of(rows, kTileRows) * kTileRows * head_dim * sizeof(float));
 }
 static void copy_sums(AmxBuffers& buffers, int rows, int head_dim, float* out) {
-  const int tiles = (rows + kTileRows - 1) / kTileRows;
+  const int tiles = tiles_of(rows, kTileRows);
   for (int tile = 0; tile < tiles; ++tile) {
     const int first_row = tile_begin(rows, tiles, tile);
     const float* sums = sums_of(buffers, first_row, head_dim);

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hybrid_sparse.memory import advice
-from vllm_hybrid_sparse.memory.huge_pages import HUGE_BYTES, gather_resident
+from vllm_hybrid_sparse.memory import advice, huge_pages
+from vllm_hybrid_sparse.memory.huge_pages import Gathered, gather_resident, huge_bytes
 from vllm_hybrid_sparse.memory.prefault import prefault
 
-PIECES = 40  # more than one call takes
+HUGE_BYTES = huge_bytes() or 2 << 20
+PIECES = 40  # more than one call takes, where a huge page has 2 MiB
 
 
-def huge_bytes(array: np.ndarray) -> int:
+def bytes_in_huge_pages(array: np.ndarray) -> int:
     """Bytes in huge pages, of the mappings that begin in this memory."""
     start, found, total = array.ctypes.data, False, 0
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
@@ -51,7 +52,10 @@ def memory() -> np.ndarray:
 
 @pytest.fixture
 def collapses() -> None:
-    """Skips where the kernel makes no huge pages when asked."""
+    """Skips where the kernel makes no huge pages when asked, or makes them without being asked."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if setting.exists() and "[always]" in setting.read_text(encoding="ascii"):
+        pytest.skip("memory is in huge pages from the start")
     piece = aligned_memory(1)
     piece[:] = 1
     if advice.advise([(piece.ctypes.data, piece.nbytes)], advice.COLLAPSE) != [0]:
@@ -61,9 +65,9 @@ def collapses() -> None:
 @pytest.mark.usefixtures("collapses")
 def test_what_is_resident_is_gathered_and_keeps_its_contents(memory: np.ndarray) -> None:
     memory[:] = np.arange(memory.size, dtype=np.uint8)
-    assert huge_bytes(memory) == 0
+    assert bytes_in_huge_pages(memory) == 0
     gathered = gather_resident()
-    assert huge_bytes(memory) == memory.nbytes
+    assert bytes_in_huge_pages(memory) == memory.nbytes
     assert gathered.bytes >= memory.nbytes
     assert np.array_equal(memory, np.arange(memory.size, dtype=np.uint8))
 
@@ -76,16 +80,17 @@ def test_pieces_with_a_page_that_is_not_resident_stay_as_they_are(memory: np.nda
     resident = resident_bytes(memory)
     gather_resident()
     assert resident_bytes(memory) == resident
-    assert huge_bytes(memory) == (3 + 2) * HUGE_BYTES
+    assert bytes_in_huge_pages(memory) == (3 + 2) * HUGE_BYTES
 
 
+@pytest.mark.usefixtures("collapses")
 def test_what_the_kernel_declines_is_counted(memory: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     memory[:] = 1
-    monkeypatch.setattr("vllm_hybrid_sparse.memory.huge_pages.COLLAPSE", 10**4)  # as to a kernel without it
+    monkeypatch.setattr(huge_pages, "COLLAPSE", 10**4)  # as to a kernel without it
     gathered = gather_resident()
     assert gathered.bytes == 0
     assert gathered.declined >= memory.nbytes
-    assert huge_bytes(memory) == 0
+    assert bytes_in_huge_pages(memory) == 0
 
 
 def test_memory_that_is_shared_or_a_file_is_left_alone(tmp_path: Path) -> None:
@@ -98,7 +103,7 @@ def test_memory_that_is_shared_or_a_file_is_left_alone(tmp_path: Path) -> None:
         for array in arrays:
             array[:] = 1
         gather_resident()
-        assert [huge_bytes(array) for array in arrays] == [0, 0]
+        assert [bytes_in_huge_pages(array) for array in arrays] == [0, 0]
         del arrays, array
 
 
@@ -107,5 +112,10 @@ def test_populated_memory_that_is_in_huge_pages_counts(memory: np.ndarray) -> No
     before = gather_resident().bytes
     memory[:] = 1
     assert prefault(torch.from_numpy(memory)) == []
-    assert huge_bytes(memory) == memory.nbytes
+    assert bytes_in_huge_pages(memory) == memory.nbytes
     assert gather_resident().bytes >= before + memory.nbytes - HUGE_BYTES
+
+
+def test_without_huge_pages_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huge_pages, "_HUGE_BYTES", tmp_path / "none")
+    assert gather_resident() == Gathered(0, 0)
