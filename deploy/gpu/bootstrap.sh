@@ -8,6 +8,7 @@
 # need no vLLM. DEST is /tmp unless it is set.
 set -euo pipefail
 readonly ROOT=$(cd "$(dirname "$0")/../.." && pwd)
+. "$ROOT/deploy/gpu/csrc_digest.sh"
 readonly DEST=${DEST:-/tmp}
 readonly PYTHON=${PYTHON:-python3}
 readonly SITE=$DEST/site
@@ -26,6 +27,14 @@ unpack_all() {
     pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid"; done
+}
+
+# A wheel's native core takes the place of the checkout's, so it must be made of the same sources.
+check_wheel() {
+  if [[ $(cat "$1/csrc.sha256") != $(csrc_digest "$ROOT") ]]; then
+    echo "bootstrap: $1: its native core is not of this checkout's csrc; make the bundle again" >&2
+    exit 1
+  fi
 }
 
 # The project itself: vLLM finds it by its .dist-info in SITE, and the checkout runs with the same native core. The package
@@ -51,7 +60,10 @@ X
 }
 
 mkdir -p "$SITE"
-if [[ $# -gt 0 ]]; then unpack_all "$1"; fi
+if [[ $# -gt 0 ]]; then
+  check_wheel "$1"
+  unpack_all "$1"
+fi
 echo "bootstrap: unpacked after $SECONDS s"
 install_project "$@"
 "$PYTHON" -m compileall -q -j 0 "$SITE" "$DEST/site_fi" >/dev/null 2>&1 || true # else every process that starts at the same time does it

@@ -16,6 +16,7 @@ readonly HERE=$(cd "$(dirname "$0")" && pwd)
 readonly OUT=$(realpath -m "$1")
 readonly WORK=${WORK:-${TMPDIR:-/tmp}/gpu-bundle}
 . "$HERE/../versions.sh"
+. "$HERE/csrc_digest.sh"
 readonly VLLM=$VLLM_VERSION FLASHINFER=${FLASHINFER_VERSION:-0.7.0.post1}
 readonly CUDA=${CUDA_HOME:-/usr/local/cuda}
 readonly STAGE=$WORK/stage
@@ -113,7 +114,10 @@ stage_flashinfer() {
 pack() { tar -C "$STAGE/$1" --sort=name --owner=0 --group=0 -cf - . | xz --lzma2=preset=9e,dict=192MiB >"$2"; }
 
 # The project itself, with its native core compiled for Python 3.12, so that the loan spends no time on compiling it.
-pack_project() { without_warnings "$PY" -m pip wheel -q --no-deps -w "$1" "$HERE/../.."; }
+pack_project() {
+  without_warnings "$PY" -m pip wheel -q --no-deps -w "$1" "$HERE/../.."
+  csrc_digest "$HERE/../.." >"$1/csrc.sha256"
+}
 
 rm -rf "$STAGE"
 mkdir -p "$WHEELS" "$WORK/big" "$STAGE"/{core,c,fa3,moe,cfat,deps,fi} "$OUT"/{main,extra_cfat,extra_moe}

@@ -316,6 +316,34 @@ def test_an_interruption_writes_what_was_measured(tmp_path: Path) -> None:
     assert figures["not_sent"] == 2
 
 
+def test_an_interruption_while_the_trace_is_made_ends_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens of each task are counted by the server, which may take minutes."""
+
+    def answer(server: FakeServer, body: dict[str, Any]) -> Reply:
+        if len(server.requests) < 3:
+            return answer_in_full(server, body)
+        return Reply([token("a")], then="hang", before=lambda: os.kill(os.getpid(), signal.SIGINT))
+
+    with serving(answer) as server:
+        options = ("--tasks", "all", "--task-tokens", "1024", "--requests", "4", "--rate", "1")
+        assert bench("--url", server.url, *options, "--out", str(tmp_path / "r")) == 130
+        assert len(server.requests) == 3
+    assert "interrupted before anything was measured" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_that_no_header_can_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\nkey")
+    assert bench("--url", URL, *PROSE, "--rate", "1") == 1
+    said = capsys.readouterr().err
+    assert "OPENAI_API_KEY: must have printable ASCII characters only" in said
+    assert "secret" not in said
+
+
 class Gone(io.StringIO):
     """An output that nobody reads any more."""
 

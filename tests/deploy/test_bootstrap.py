@@ -28,7 +28,10 @@ def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "checkout"
     (folder / "deploy" / "gpu").mkdir(parents=True)
     (folder / "vllm_hybrid_sparse").mkdir()
-    shutil.copy(DEPLOY / "gpu" / "bootstrap.sh", folder / "deploy" / "gpu")
+    for name in ("bootstrap.sh", "csrc_digest.sh"):
+        shutil.copy(DEPLOY / "gpu" / name, folder / "deploy" / "gpu")
+    (folder / "csrc").mkdir()
+    (folder / "csrc" / "decode.cpp").write_text("one")
     (folder / "python").write_text(PYTHON)
     (folder / "python").chmod(0o755)
     return folder
@@ -43,6 +46,11 @@ def bootstrap(checkout: Path, *bundle: Path) -> subprocess.CompletedProcess[str]
     }
     command = [str(checkout / "deploy" / "gpu" / "bootstrap.sh"), *map(str, bundle)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def digest(checkout: Path) -> str:
+    command = f'. {DEPLOY}/gpu/csrc_digest.sh; csrc_digest "{checkout}"'
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
 
 
 def native_core(checkout: Path) -> str:
@@ -64,6 +72,7 @@ def test_a_second_run_installs_what_has_changed_since(checkout: Path, tmp_path: 
     (bundle / "site.vllm.tar.xz").touch()
     wheel = bundle / "vllm_hybrid_sparse-1-any.whl"
     wheel.touch()
+    (bundle / "csrc.sha256").write_text(digest(checkout))
     done = bootstrap(checkout, bundle)
     assert done.returncode == 0, done.stderr
     assert native_core(checkout) == f"of {wheel}"
@@ -75,7 +84,25 @@ def test_a_second_run_installs_what_has_changed_since(checkout: Path, tmp_path: 
     assert (checkout / "vllm_hybrid_sparse" / "metrics.py").is_file()  # only the link went
 
 
+@pytest.mark.parametrize("change", ["content", "name", "older bundle"])
+def test_a_bundle_with_a_core_of_other_sources_is_refused(checkout: Path, tmp_path: Path, change: str) -> None:
+    (tmp_path / "site.vllm.tar.xz").touch()
+    (tmp_path / "vllm_hybrid_sparse-1-any.whl").touch()
+    if change != "older bundle":
+        (tmp_path / "csrc.sha256").write_text(digest(checkout))
+    source = checkout / "csrc" / "decode.cpp"
+    if change == "content":
+        source.write_text("two")
+    elif change == "name":
+        source.rename(source.with_name("encode.cpp"))
+    done = bootstrap(checkout, tmp_path)
+    assert done.returncode == 1
+    assert "its native core is not of this checkout's csrc; make the bundle again" in done.stderr
+    assert not (checkout / "vllm_hybrid_sparse" / "_native.so").exists()
+
+
 def test_a_bundle_without_parts_is_refused(checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "csrc.sha256").write_text(digest(checkout))
     done = bootstrap(checkout, tmp_path)
     assert done.returncode == 1
     assert "holds no site*.tar.xz" in done.stderr

@@ -69,6 +69,7 @@ def test_a_bundle_is_of_the_version_that_is_installed_elsewhere(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "out" / "main").iterdir()} == {
         "site.c.tar.xz", "site.vllm.tar.xz", "site.deps.tar.xz", "site_fi.flashinfer.tar.xz", "site.fa3.tar.xz",
+        "csrc.sha256",
     }  # fmt: skip
     assert "download" not in (tmp_path / "log").read_text()  # the wheels of these versions are there
     text = (DEPLOY / "gpu" / "make_bundle.sh").read_text(encoding="utf-8")

@@ -133,6 +133,10 @@ def test_the_chunk_that_closes_a_chat_may_hold_null() -> None:
         ([token("a"), event({"error": {"message": "engine died", "code": 500}})], "the server reports: engine died"),
         ([event({"error": "engine died"})], "the server reports: engine died"),
         ([token("a"), event({"object": "error", "message": "engine died"}), DONE], "the server reports: engine died"),
+        ([token("a"), b'event: error\ndata: {"code": 500, "message": "no memory"}\n\n', DONE], "reports: no memory"),
+        ([token("a"), b"event:error\r\n: no worker is left\r\n\r\n", DONE], "reports: no worker is left"),
+        ([token("a"), b"data: gone\nevent: error\n\n", token("", "stop")], "reports: gone"),
+        ([token("a"), b"event: error\n\n", DONE], "reports: an error"),
     ],
 )
 def test_a_stream_that_makes_no_sense_or_breaks_off_is_an_error(pieces: list[bytes], said: str) -> None:
@@ -147,6 +151,20 @@ def test_a_usage_of_zeros_beside_text_is_no_count() -> None:
     assert (answer.tokens, answer.counted) == (3, Counted.TOTAL)
     never = read(token("a", usage=zeros), token("b", "stop", zeros), DONE)
     assert (len(never.arrivals), never.tokens, never.counted) == (2, 2, Counted.CHUNKS)
+
+
+@pytest.mark.parametrize("used", [[1, 1, 1, 1], [2, 1, 2, 1], [1, 1, 2, 2]])
+def test_a_usage_of_each_chunk_by_itself_is_no_count_of_those_so_far(used: list[int]) -> None:
+    chunks = [token("a", usage=usage(tokens)) for tokens in used]
+    answer = read(*chunks, token("", "stop"), total(sum(used)), DONE)
+    assert answer.arrivals == [(1.0, 1), (2.0, 1), (3.0, 1), (4.0, 1)]
+    assert (answer.tokens, answer.counted) == (sum(used), Counted.TOTAL)
+
+
+def test_text_that_comes_after_its_tokens_were_counted_is_no_arrival() -> None:
+    answer = read(token("a", usage=usage(2)), token("b", usage=usage(2)), token("c", "stop", usage(3)), DONE)
+    assert answer.arrivals == [(1.0, 2), (3.0, 1)]
+    assert answer.counted is Counted.EACH_CHUNK
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])

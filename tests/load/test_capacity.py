@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,7 +19,8 @@ from vllm_hybrid_sparse.load.figures import figures
 from vllm_hybrid_sparse.load.prometheus import Histogram
 from vllm_hybrid_sparse.load.queueing import Unloaded
 from vllm_hybrid_sparse.load.runner import Run
-from vllm_hybrid_sparse.load.search import Capacity, never_known, search_in_turns, whatever_the_rate
+from vllm_hybrid_sparse.load.search import Capacity, never_known, search_in_turns, sent_too_late, whatever_the_rate
+from vllm_hybrid_sparse.load.side import Measured
 from vllm_hybrid_sparse.load.turns import Load, Results
 
 
@@ -256,6 +259,41 @@ def test_what_a_slower_rate_would_not_mend(outcomes: list[tuple[Outcome, str]], 
     found = whatever_the_rate(records)
     assert (found is None) == (said is None)
     assert said is None or str(found).startswith(said)
+
+
+class LateSide(ModelSide):
+    """A server whose client sends at most one request a second."""
+
+    async def run(self, *args: object, **settings: object) -> Measured:
+        measured = await super().run(*args, **settings)  # type: ignore[arg-type]
+        records = tuple(
+            replace(record, sent_s=max(record.sent_s, float(number)))
+            for number, record in enumerate(sorted(measured.run.records, key=lambda record: record.sent_s))
+        )
+        return replace(measured, run=replace(measured.run, records=records))
+
+
+def test_a_rate_that_the_client_did_not_send_at_is_not_judged() -> None:
+    late, other = search_on(LateSide("late", slots=12), ModelSide("other", slots=12))
+    assert [a_try.rate for a_try in late.tries] == [0.5, 1.0]
+    assert re.fullmatch(
+        r"2 requests/s: this client is too slow: requests due within \d+\.\d\d s were sent within 119\.00 s",
+        str(late.ended),
+    )
+    assert late.bracket(SLOS[0]) == (1.0, None)
+    assert other.ended is None
+    assert (other.bracket(SLOS[0])[0] or 0.0) > 1.0
+
+
+@pytest.mark.parametrize(
+    ("due_s", "sent_s", "late"),
+    [(10.0, 10.49, False), (10.0, 10.51, True), (0.1, 0.149, False), (0.1, 0.151, True), (None, 100.0, False)],
+)
+def test_a_client_is_too_slow_if_it_is_behind_by_a_share_of_the_time(
+    due_s: float | None, sent_s: float, late: bool
+) -> None:
+    one = replace(record_of([(0.5, 1)]), due_s=due_s, sent_s=sent_s)
+    assert (sent_too_late([one]) is not None) is late
 
 
 def test_the_search_on_a_server_that_answers_nothing_ends_and_others_go_on() -> None:

@@ -193,6 +193,27 @@ def test_a_time_out_keeps_what_came_and_leaves_the_server() -> None:
     assert not record.ok
 
 
+@pytest.mark.parametrize("then", ["break", "hang"])
+def test_what_becomes_of_the_connection_after_a_whole_answer_does_not_matter(then: str) -> None:
+    with serving(replying(Reply(WHOLE.pieces, then=then))) as server:
+        record = ask(server.url, timeout_s=60.0)
+    assert (record.outcome, record.output_tokens) == (Outcome.OK, 3)
+    assert record.ended_s < 30
+
+
+def test_a_connection_that_breaks_after_the_finish_reason_leaves_a_whole_answer() -> None:
+    with serving(replying(Reply([token("a"), token("b", "stop")], then="break"))) as server:
+        record = ask(server.url)
+    assert (record.outcome, record.text) == (Outcome.OK, "ab")
+
+
+def test_an_address_that_a_redirection_makes_up_fails_its_request_alone() -> None:
+    with serving(replying(Reply(status=307, headers={"Location": "http://a..b/"}))) as server:
+        record = ask(server.url)
+    assert record.outcome is Outcome.FAILED
+    assert record.reason
+
+
 def test_a_malformed_stream_fails_with_what_was_wrong() -> None:
     with serving(replying(Reply([token("a"), b"data: {oops\n\n"]))) as server:
         record = ask(server.url)
@@ -285,6 +306,7 @@ def test_an_address_may_have_a_name_and_the_api_s_path(text: str, name: str, roo
         "http://a]b",
         "http://[zz]",
         "http://h\u2100/",
+        "http://a..b:80",
         "ours=http://[::1",
     ],
 )

@@ -17,7 +17,7 @@ from vllm_hybrid_sparse.load.client import new_session
 from vllm_hybrid_sparse.load.prometheus import QUEUE_TIME
 from vllm_hybrid_sparse.load.requests import Request
 from vllm_hybrid_sparse.load.side import Measured, MeasuringError, Side, served_model
-from vllm_hybrid_sparse.load.target import Address, Target, Usage
+from vllm_hybrid_sparse.load.target import Address, Api, Target, Usage
 
 PROBE = Request(prompt="a b c d", max_tokens=2)
 T = TypeVar("T")
@@ -104,6 +104,31 @@ def test_the_fullest_usage_that_a_server_takes_is_asked_for(refused: list[str], 
         side = with_side(server.url, find_out)
     assert side.target.usage is left
     assert side.version == '{"version": "0.0"}'
+
+
+@pytest.mark.parametrize("api", [Api.CHAT, Api.COMPLETIONS])
+def test_a_chat_that_names_another_limit_for_answers_is_asked_by_that(api: Api) -> None:
+    said = b'{"error": {"message": "\'max_tokens\' is not supported: use \'max_completion_tokens\' instead."}}'
+
+    def answer(server: FakeServer, body: dict[str, object]) -> Reply:
+        if "max_tokens" in body:
+            return Reply([said], status=400)
+        return answer_in_full(server, {**body, "max_tokens": body["max_completion_tokens"]})
+
+    async def find_out(side: Side) -> Side:
+        side.target = replace(side.target, api=api)
+        await side.find_out(PROBE)
+        return side
+
+    with serving(answer) as server:
+        if api is Api.CHAT:
+            side = with_side(server.url, find_out)
+            assert side.target.usage is Usage.EACH_CHUNK
+            assert server.requests[-1]["max_completion_tokens"] == PROBE.max_tokens
+            assert len(server.requests) == 2
+        else:  # has no such field
+            with pytest.raises(MeasuringError, match="is not supported"):
+                with_side(server.url, find_out)
 
 
 def test_a_server_that_refuses_every_request_is_an_error_with_its_answer() -> None:

@@ -23,6 +23,13 @@ def test_events_do_not_depend_on_where_the_stream_is_cut(cuts: list[int]) -> Non
     assert not decoder.unfinished
 
 
+def test_comments_and_names_of_other_events_are_of_no_error() -> None:
+    decoder = EventDecoder()
+    assert decoder.feed(b"event: errors\ndata: a\n\nevent: x\n: error\ndata: b\n\n") == ["a", "b"]
+    with pytest.raises(StreamError, match=r"the server reports: an error$"):
+        decoder.feed(b": ping\n\nevent: error\n\n")  # the comment is another event's
+
+
 def test_an_event_is_unfinished_until_its_blank_line() -> None:
     decoder = EventDecoder()
     assert decoder.feed(b"data: a\n") == []

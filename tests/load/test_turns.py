@@ -11,6 +11,7 @@ from tests.load.virtual_time import run_virtually
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.load.arrivals import ClosedLoop, poisson
 from vllm_hybrid_sparse.load.requests import Request
+from vllm_hybrid_sparse.load.side import Say
 from vllm_hybrid_sparse.load.turns import Load, Results, in_turn, ratios, rounds
 
 
@@ -101,6 +102,18 @@ def test_nothing_runs_after_an_interruption() -> None:
     stop = asyncio.Event()
     stop.set()
     (results,) = in_rounds(a_load(), 3, ModelSide("side"), stop=stop)
+    assert results.runs == []
+
+
+def test_nothing_runs_that_was_interrupted_while_documents_were_read() -> None:
+    stop = asyncio.Event()
+
+    class Interrupted(ModelSide):
+        async def prime(self, requests: list[Request], *, stop: asyncio.Event, say: Say) -> None:
+            await super().prime(requests, stop=stop, say=say)
+            stop.set()
+
+    (results,) = in_rounds(a_load(prime=True), 3, Interrupted("side"), stop=stop)
     assert results.runs == []
 
 

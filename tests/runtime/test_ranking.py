@@ -216,6 +216,22 @@ def test_blocks_that_are_copied_take_their_codes_along() -> None:
         check_codes(model, [copy])
 
 
+def test_blocks_are_written_once_the_codes_of_what_they_held_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    with model_of("cuda", {"policy": "topk", "topk_pages": 2}) as model:
+        layer = model.layers[0]
+        (request,) = begin(model, 150)
+        decode(model, request)
+        target, source = layer.free_blocks.pop(0), request[0].blocks[1]
+        before, held = layer.kv_cache[target].clone(), []
+        encoded = SimpleNamespace(wait=lambda: held.append(layer.kv_cache[target].clone()))
+        assert layer.on_cuda is not None
+        for store in layer.on_cuda._stores.values():
+            monkeypatch.setattr(store, "_encoded", encoded)
+        layer.on_cuda.copy_blocks([(source, target)])
+        assert torch.equal(held[0], before)
+        assert not torch.equal(layer.kv_cache[target], before)
+
+
 @DEVICES
 def test_blocks_that_others_write_are_not_found_and_get_codes(device: str) -> None:
     with model_of(device, {"policy": "topk", "topk_pages": 2}) as model:

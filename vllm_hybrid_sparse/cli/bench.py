@@ -36,6 +36,7 @@ _SHORT_SAMPLE_WORDS, _LONG_SAMPLE_WORDS = 100, 400  # samples whose tokens the s
 _USUAL_WORDS_PER_TOKEN = 0.75  # of English, if the server does not count
 _SENTENCE_WORDS = 8  # in the shortest sentence that the grammar makes
 _INTERRUPTED = 130
+_NOTHING_MEASURED = "bench: interrupted before anything was measured"
 
 
 def run_bench(options: BenchOptions, command: Sequence[str]) -> int:
@@ -46,7 +47,8 @@ def run_bench(options: BenchOptions, command: Sequence[str]) -> int:
     _allow_many_connections()
     try:
         return asyncio.run(_Bench(options, command).measure())
-    except asyncio.CancelledError:  # on a second interruption
+    except asyncio.CancelledError:  # on a second interruption, or on one before there was anything to measure
+        _say(_NOTHING_MEASURED)
         return _INTERRUPTED
 
 
@@ -75,6 +77,7 @@ class _Bench:
         self._options = options
         self._command = command
         self._stop = asyncio.Event()
+        self._ready = False  # from then on an interruption leaves a report
         self._all_results: list[Results] = []
         self._slos: tuple[Slo, ...] = ()
         self._searches: list[Capacity] = []
@@ -83,6 +86,7 @@ class _Bench:
         self._listen_to_signals()
         async with new_session() as session:
             load = await self._get_ready(session)
+            self._ready = True
             for results in self._all_results:
                 await prepare(results.side, load, stop=self._stop, say=_say)
             try:
@@ -98,7 +102,7 @@ class _Bench:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
         def interrupt() -> None:
-            if self._stop.is_set() and task is not None:
+            if task is not None and (self._stop.is_set() or not self._ready):
                 task.cancel()  # do not wait, not even for the request under way
                 return
             self._stop.set()
@@ -147,6 +151,8 @@ class _Bench:
     async def _find_out(self, session: aiohttp.ClientSession, number: int) -> Side:
         options, target = self._options, self._options.targets[number]
         api_key = os.environ.get("OPENAI_API_KEY", "").strip() or None
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("OPENAI_API_KEY: must have printable ASCII characters only, as it is sent in a header")
         model = await served_model(session, target.address, options.model, api_key, say=_say)
         side = Side(session, replace(target, model=model, api_key=api_key))
         await side.find_out(Request(prompt=write_prose(_SHORT_SAMPLE_WORDS, options.seed), max_tokens=2))
@@ -239,7 +245,7 @@ class _Bench:
     def _finish(self, load: Load, *, broken_off: bool = False) -> int:
         options, interrupted = self._options, self._stop.is_set()
         if not any(results.runs for results in self._all_results):
-            _say("bench: interrupted before anything was measured")
+            _say(_NOTHING_MEASURED)
             return _INTERRUPTED
         content = document(
             load,

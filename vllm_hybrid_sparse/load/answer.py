@@ -30,7 +30,8 @@ class Answer:
 
     A chunk is an arrival if its usage, or its list of token ids, has grown. If the server sends neither, or a usage
     that stays 0 while text comes, a chunk with text is an arrival. So is an empty chunk that neither opens nor closes
-    the answer, because servers hold text back while a character is incomplete.
+    the answer, because servers hold text back while a character is incomplete. A usage whose growth does not add up to
+    its last value was no count of the tokens so far: then chunks with text are arrivals, too.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class Answer:
         self._pieces: list[str] = []
         self._usage_tokens: int | None = None
         self._each_chunk: bool | None = None  # set by the first chunk
+        self._text_s: list[float] = []  # when chunks with text came
         self._closing_s: float | None = None  # when the chunk with the finish reason came
         self._done = False
 
@@ -54,6 +56,11 @@ class Answer:
     def begun(self) -> bool:
         """Whether anything of a stream has come."""
         return self._done or bool(self._pieces)
+
+    @property
+    def done(self) -> bool:
+        """Whether the server has said that nothing follows."""
+        return self._done
 
     @property
     def counted(self) -> Counted:
@@ -89,6 +96,9 @@ class Answer:
             raise StreamError(f"the stream ended {where}")
         if self.finish_reason in _BROKEN_OFF:
             raise StreamError(f"the server broke the answer off (finish reason {self.finish_reason})")
+        missed = self._each_chunk and self._usage_tokens != sum(arrival.tokens for arrival in self.arrivals)
+        if missed and len(self._text_s) > len(self.arrivals):
+            self._each_chunk, self.arrivals = False, [Arrival(at_s, 1) for at_s in self._text_s]
         if not self.arrivals and self._usage_tokens and self._closing_s is not None:
             self.add(self._closing_s, 1)  # the only token generated is the one that ends the answer
         if not self.arrivals:
@@ -119,6 +129,7 @@ class Answer:
             self._each_chunk = grown is not None
         text = _text(content)
         self._pieces.append(text)
+        self._text_s += [now_s] * bool(text)
         closing = choice.get("finish_reason") is not None
         if closing:
             self.finish_reason, self._closing_s = whole(str(choice["finish_reason"])), now_s

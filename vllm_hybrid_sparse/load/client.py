@@ -79,19 +79,28 @@ class Client:
             return Outcome.TIMEOUT, f"not answered within {self.target.timeout_s:g} s", None
         except StreamError as error:
             return Outcome.FAILED, str(error), None
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # the last of an address that is none
             reason = shortened(f"{type(error).__name__}: {error}")
             return Outcome.FAILED, reason, None if exchange.answer.arrivals else 0.0
         return Outcome.OK, "", None
 
 
 async def _read(reply: aiohttp.ClientResponse, exchange: Exchange, now: Clock) -> None:
-    """Read the answer to its end; StreamError if it is none, or makes no sense."""
+    """Read the answer to its end; StreamError if it is none, or makes no sense.
+
+    How the connection ends does not matter once the answer is whole.
+    """
     begun = bytearray()
-    async for piece in reply.content.iter_any():
-        exchange.answer.feed(piece, now())
-        if not exchange.answer.begun and len(begun) < _MOST_JSON_BYTES:
-            begun += piece
+    try:
+        async for piece in reply.content.iter_any():
+            exchange.answer.feed(piece, now())
+            if exchange.answer.done:
+                break
+            if not exchange.answer.begun and len(begun) < _MOST_JSON_BYTES:
+                begun += piece
+    except (aiohttp.ClientError, OSError):
+        if exchange.answer.finish_reason is None:
+            raise
     if reply.content_type == "application/json" and not exchange.answer.begun:
         error = error_in_body(begun.decode(errors="replace"))
         raise StreamError("answered with JSON, not a stream" + (f": {error}" if error else ""))

@@ -167,8 +167,8 @@ def _run(
 
 
 def _offered(records: Sequence[Record]) -> float | None:
-    """Return the rate that the arrivals came to: requests sent over when the last one was due, from the start on."""
-    last_s = max((record.due_s for record in records if record.due_s is not None), default=0.0)
+    """Return the rate that the arrivals came to: requests sent over when the last one was sent, from the start on."""
+    last_s = max((record.sent_s for record in records), default=0.0)
     return len(records) / last_s if last_s else None
 
 

@@ -14,6 +14,7 @@ from vllm_hybrid_sparse.load.turns import Load, Results, in_turn, run_once
 
 _LEAST_SPAN = 5.0  # requests should keep coming for this many times the median end-to-end latency
 _LEAST_BUSY = 0.1  # with fewer requests under way on average, a slower rate is no different load
+_LATE_S, _LATE = 0.05, 0.05  # a client that is this much behind, and by this share of the time, did not offer the rate
 _REFUSED_AS_SUCH = re.compile(r"HTTP 4(?!08|25|29)\d\d")  # except those that ask to try again
 
 
@@ -89,6 +90,17 @@ def whatever_the_rate(records: Sequence[Record]) -> str | None:
     return None
 
 
+def sent_too_late(records: Sequence[Record]) -> str | None:
+    """Return how far behind this client was, in words; None if it offered the rate that it should."""
+    timed = [(one.due_s, one.sent_s) for one in records if one.due_s is not None]
+    if not timed:
+        return None
+    due_s, sent_s = map(max, zip(*timed, strict=True))
+    if sent_s - due_s <= max(_LATE_S, _LATE * due_s):
+        return None
+    return f"this client is too slow: requests due within {due_s:.2f} s were sent within {sent_s:.2f} s"
+
+
 def never_known(seen: Figures, median_queueing_s: float) -> str | None:
     """Return what answered requests cannot show at any rate, in words; None if they show all that is judged.
 
@@ -148,10 +160,13 @@ async def search_in_turns(
                     raise
                 one.end(str(error), say)
                 continue
-            if measured.run.interrupted and stop.is_set():
+            if measured is None or (measured.run.interrupted and stop.is_set()):
                 break  # not the server's doing: the run is kept, but judges nothing
             one.spent[slo.name] = one.spent.get(slo.name, 0) + 1
             records, seen = measured.run.records, results.figures(names=[name])
+            if late := sent_too_late(records):
+                one.end(f"{rate:.3g} requests/s: {late}", say)  # and judges nothing
+                continue
             busy = rate * sum(record.ended_s for record in records) / len(records)
             one.tries.append(Try(rate, name, seen, busy))
             for each in slos:

@@ -17,7 +17,7 @@ from vllm_hybrid_sparse.load.prometheus import QUEUE_TIME, Histogram, histogram
 from vllm_hybrid_sparse.load.queueing import Unloaded
 from vllm_hybrid_sparse.load.requests import Request
 from vllm_hybrid_sparse.load.runner import Report, Run, run_load
-from vllm_hybrid_sparse.load.target import Address, Target, Usage
+from vllm_hybrid_sparse.load.target import MAX_COMPLETION_TOKENS, MAX_TOKENS, Address, Api, Target, Usage
 
 _ASK_TIMEOUT_S = 20.0
 _METRICS_LATE_S = 2.0  # a server may observe the last requests a moment after their clients have them
@@ -93,6 +93,11 @@ def _model_names(answer: Any) -> list[str]:
         raise ValueError("not a list of models") from error
 
 
+def _not_taken(record: Record) -> bool:
+    """Whether the server does not take a request in this form."""
+    return record.outcome is Outcome.REFUSED and record.reason.startswith(("HTTP 400", "HTTP 422"))
+
+
 class Side:
     """A server to be measured, with what is known about it."""
 
@@ -110,6 +115,7 @@ class Side:
     async def find_out(self, probe: Request) -> None:
         """Send `probe` with the fullest usage that the server accepts, and ask for the server's version.
 
+        If a model takes no `max_tokens` in chats and names `max_completion_tokens`, that is asked for from then on.
         Raises MeasuringError if the server refuses the request in every form, or fails to answer it.
         """
         self.version = await self._server_version()
@@ -117,11 +123,18 @@ class Side:
         for usage in Usage:
             self.target = replace(self.target, usage=usage)
             record = await self.ask(probe)
-            if record.outcome is not Outcome.REFUSED or not record.reason.startswith(("HTTP 400", "HTTP 422")):
+            if _not_taken(record) and self._takes_other_limit(record.reason):
+                self.target = replace(self.target, limit_field=MAX_COMPLETION_TOKENS)
+                record = await self.ask(probe)
+            if not _not_taken(record):
                 break
         assert record is not None, "there is at least one way to ask for usage"
         if not record.ok:
             raise MeasuringError(f"url={self.target.url}: {record.outcome} ({record.reason})")
+
+    def _takes_other_limit(self, reason: str) -> bool:
+        asked = self.target
+        return asked.api is Api.CHAT and asked.limit_field == MAX_TOKENS and MAX_COMPLETION_TOKENS in reason
 
     async def ask(self, request: Request) -> Record:
         """Send one request alone."""

@@ -1,7 +1,9 @@
 """Server-sent events, put together from the pieces in which they come over the wire."""
 
 from vllm_hybrid_sparse.errors import HybridSparseError
+from vllm_hybrid_sparse.load.server_text import error_in_body, shortened
 
+_ERRORS = (b"event: error", b"event:error")
 _MOST_BYTES = 2**24  # of one event; an event that the server never ends must not fill the memory
 
 
@@ -12,18 +14,21 @@ class StreamError(HybridSparseError, RuntimeError):
 class EventDecoder:
     """Joins pieces of a stream into events and returns the data of each.
 
-    Lines end with LF or CR LF. Comments (pings) and the fields event, id and retry are skipped. Text is decoded when an
-    event is whole, so a piece may end inside a character.
+    Lines end with LF or CR LF. Comments (pings) and the fields id and retry are skipped, and so is the field event
+    unless it is `error`. Text is decoded when an event is whole, so a piece may end inside a character.
     """
 
     def __init__(self) -> None:
         self._line = bytearray()
         self._data: list[bytes] = []
+        self._failed = False  # whether the event is an error
+        self._comment = b""  # the event's last one
 
     def feed(self, piece: bytes) -> list[str]:
         """Return the data of all events that `piece` completes, in order; empty if it completes none.
 
-        Raises StreamError for an event that is not UTF-8 or too long.
+        Raises StreamError for an event that is not UTF-8 or too long, and for one that is an error. Some servers say
+        what the error is in its data, others in a comment.
         """
         events = []
         *ends, rest = piece.split(b"\n")
@@ -32,8 +37,15 @@ class EventDecoder:
             line = bytes(self._line).removesuffix(b"\r")
             self._line.clear()
             self._data += _data_of(line)
-            if not line and self._data:
+            if line:
+                self._failed = self._failed or line in _ERRORS
+                self._comment = line[1:] if line.startswith(b":") else self._comment
+                continue
+            if self._failed:
+                raise StreamError(f"the server reports: {self._error()}")
+            if self._data:
                 events.append(self._text())
+            self._comment = b""
         self._line += rest
         if len(self._line) + sum(map(len, self._data)) > _MOST_BYTES:
             raise StreamError(f"an event is longer than {_MOST_BYTES} bytes")
@@ -48,6 +60,10 @@ class EventDecoder:
     def rest(self) -> bytes:
         """The data of the unfinished event, as far as it has come."""
         return b"\n".join([*self._data, *_data_of(bytes(self._line).removesuffix(b"\r"))])
+
+    def _error(self) -> str:
+        said = (b"\n".join(self._data) or self._comment).decode(errors="replace")
+        return error_in_body(said) or shortened(said) or "an error"
 
     def _text(self) -> str:
         data = b"\n".join(self._data)

@@ -10,8 +10,10 @@ from urllib.parse import urlsplit
 from vllm_hybrid_sparse.errors import ConfigError
 from vllm_hybrid_sparse.load.requests import Request
 
+MAX_TOKENS = "max_tokens"
+MAX_COMPLETION_TOKENS = "max_completion_tokens"  # the only one that some models take in chats
 _OURS = (  # fields of a request that the harness sets, or that would make it more than one answer
-    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "stream", "stream_options", "n", "best_of",
+    "model", "prompt", "messages", MAX_TOKENS, MAX_COMPLETION_TOKENS, "stream", "stream_options", "n", "best_of",
 )  # fmt: skip
 _NAMED = re.compile(r"([\w.@+-]+)=(https?://.*)", re.DOTALL)
 
@@ -47,6 +49,7 @@ class Address:
         try:
             parts = urlsplit(url)
             usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
+            (parts.hostname or "").encode("idna")
         except ValueError as error:  # the port is not a number, or the host is no host
             raise ConfigError(f"{option}={text}: {rule}") from error
         if not usable or parts.query or parts.fragment or parts.username:
@@ -67,6 +70,7 @@ class Target:
     retry_wait_s: float = 0.5  # before the first of them; each further wait is twice as long
     api_key: str | None = field(default=None, repr=False)
     extra_body: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request, none of `_OURS`
+    limit_field: str = MAX_TOKENS  # that says how long an answer may be
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < float("inf"):
@@ -97,7 +101,12 @@ class Target:
 
     def body(self, request: Request) -> dict[str, Any]:
         """Return the body that is posted for a request."""
-        body: dict[str, Any] = {"model": self.model, "max_tokens": request.max_tokens, "temperature": 0, "stream": True}
+        body: dict[str, Any] = {
+            "model": self.model,
+            self.limit_field: request.max_tokens,
+            "temperature": 0,
+            "stream": True,
+        }
         if self.api is Api.COMPLETIONS:
             body["prompt"] = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
         elif isinstance(request.prompt, str):

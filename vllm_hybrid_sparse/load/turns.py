@@ -94,11 +94,13 @@ async def prepare(side: Side, load: Load, *, stop: asyncio.Event, say: Say) -> N
 
 async def run_once(
     results: Results, load: Load, schedule: Schedule, name: str, *, stop: asyncio.Event, say: Say
-) -> Measured:
-    """Do one run on one server and add it to its results."""
+) -> Measured | None:
+    """Do one run on one server and add it to its results; None if `stop` was set before it began."""
     side, requests = results.side, load.of_run(name, results.side.name)
     if load.primes_each_run:
         await side.prime(requests, stop=stop, say=say)
+    if stop.is_set():
+        return None
 
     def report(standing: Standing) -> None:
         say(f"{side.name}, {name}: {standing.line()}")

@@ -120,6 +120,11 @@ class WriteThrough:
         if self._encoded is not None:
             current_queue(self._queue.device).follow(self._encoded)
 
+    def wait_for_codes(self) -> None:
+        """Wait until the summaries of pages that chunks filled are made: before the host writes to such pages."""
+        if self._encoded is not None:
+            self._encoded.wait()
+
     def take(self) -> Stored:
         """What was stored since the last call."""
         marks = tuple(mark for mark in (self._stored, self._rows_stored) if mark is not None)

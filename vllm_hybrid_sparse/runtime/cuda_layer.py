@@ -205,6 +205,7 @@ class CudaLayers:
         sources, targets = (list(blocks) for blocks in zip(*copies, strict=True))
         for layer, kv_cache in self._kv_caches.items():
             self._settle(kv_cache, self._stores[layer].take())
+            self._stores[layer].wait_for_codes()
             kv_cache[targets] = kv_cache[sources]
             self._tier.encode_blocks(kv_cache, targets)
 
