@@ -48,7 +48,6 @@ def run_bench(options: BenchOptions, command: Sequence[str]) -> int:
     try:
         return asyncio.run(_Bench(options, command).measure())
     except asyncio.CancelledError:  # on a second interruption, or on one before there was anything to measure
-        _say(_NOTHING_MEASURED)
         return _INTERRUPTED
 
 
@@ -102,6 +101,8 @@ class _Bench:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
         def interrupt() -> None:
+            if not self._ready:
+                _say(_NOTHING_MEASURED)
             if task is not None and (self._stop.is_set() or not self._ready):
                 task.cancel()  # do not wait, not even for the request under way
                 return

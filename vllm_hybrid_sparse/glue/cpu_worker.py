@@ -81,8 +81,8 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the host store ready, and learn from the runner which requests a step has."""
-        super().initialize_from_config(kv_cache_config)
         self._gather_weights()
+        super().initialize_from_config(kv_cache_config)
         self._runtime.requests.follow(lambda: self.model_runner.input_batch.req_ids)
         if self.model_config.dtype == torch.bfloat16 and lacks_bf16():
             logger.info(
@@ -92,14 +92,14 @@ class HybridSparseCPUWorker(HostStoreWorker, CPUWorker):
             )
 
     def _gather_weights(self) -> None:
-        """Gather the model's weights into huge pages, with all else that the process has in use."""
+        """Gather the model's weights into huge pages, with all else that the process has in use before its KV cache."""
         trim = glibc_trim()
         if trim is not None:
             trim()  # first: a piece that is free in part would fall apart when that part is given back later
         started = time.monotonic()
         gathered = gather_resident(usable_cores())
         logger.info(
-            "hybrid_sparse: %.2f GiB of memory in huge pages after %.1f s, the KV cache's included%s",
+            "hybrid_sparse: weights and what else is in use: %.2f GiB in huge pages after %.1f s%s",
             gathered.bytes / 2**30,
             time.monotonic() - started,
             f" (the kernel declined {gathered.declined / 2**30:.2f} GiB)" if gathered.declined else "",
