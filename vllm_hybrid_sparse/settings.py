@@ -131,7 +131,7 @@ class Settings:
             values=f"one of {', '.join(map(str, BLOCK_GRANULARITIES))}",
             allows=BLOCK_GRANULARITIES.__contains__,
             meaning="size of the logical blocks that are ranked and read; 0 chooses, for each group and step, the size "
-            "that moves the least data (Fluxion's eq. 3)",
+            "that moves the least data as Fluxion's eq. 3 counts it",
             unit="tokens",
             policies=("fluxion",),
         )

@@ -4,6 +4,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from vllm_hybrid_sparse.cli import calibrate as calibrate_module
+from vllm_hybrid_sparse.cli import collect as collect_module
 from vllm_hybrid_sparse.cli.calibrate import CalibrationOptions
 from vllm_hybrid_sparse.cli.calibration_texts import file_windows, prose_window
 from vllm_hybrid_sparse.cli.collect import SamplingPlan, collect_window
@@ -252,6 +254,23 @@ def test_samples_are_those_of_token_by_token_decoding(model_folder: Path, rankin
         labels = label_heads(step.query, step.keys, step.values, step.scale, RetainedSet(), 0.02, weights, attributed)
         got = samples.budgets[index // SHAPE.layers, step.layer]
         assert (np.abs(got - labels.budgets.numpy()) < 1e-6).mean() > 0.9  # rounding may decide between two equal ones
+
+
+def test_blocks_are_ranked_by_codes_of_whole_keys(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Fluxion's split codes rank when serving, and whatever a device ranks."""
+    asked: list[bool] = []
+
+    class Watched(SparseSession):
+        def __init__(self, *args: Any, common_keys: bool, **options: Any) -> None:
+            asked.append(common_keys)
+            super().__init__(*args, common_keys=common_keys, **options)
+
+    monkeypatch.setattr(collect_module, "SparseSession", Watched)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    token_ids = prose_window(AutoTokenizer.from_pretrained(model_folder), 0, SEGMENT, SEGMENT, SPAN, 0).token_ids
+    plan = SamplingPlan(segment_tokens=SEGMENT, span_tokens=SPAN, steps=1)
+    collect_window(model, token_ids, plan, RetainedSet(), PageRanking(), 0.02, 0.5, "seed")
+    assert asked == [False]
 
 
 def page_weights(step: DecodeStep) -> torch.Tensor:

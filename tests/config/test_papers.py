@@ -49,10 +49,11 @@ def test_psa_reads_until_the_threshold_by_its_own_rule_from_one_lru_pool(papers:
 def test_hgca_judges_by_its_beta_and_has_recent_tokens_alone_in_its_window(
     papers: dict[str, HybridSparseConfig],
 ) -> None:
-    """HGCA, sections 3.2.2 and 5.4."""
+    """HGCA, sections 3.2.1 (a ring for each layer), 3.2.2 and 5.4."""
     hgca = papers["HGCA"]
     assert hgca.salience is not None
     assert hgca.salience.beta == 1.0
+    assert (hgca.device_pool, hgca.device_eviction) == ("per_layer", "fifo")
     assert hgca.retained == RetainedSet(sink_tokens=0, window_tokens=4096)
 
 

@@ -282,12 +282,34 @@ def test_an_adopted_cache_is_decoded_as_if_prefilled_here(summary: str, tokens: 
         assert adopted_stats == stats
 
 
-def test_keys_with_a_large_bias_are_encoded_alike_in_an_adopted_cache() -> None:
-    """What such keys have in common is taken out of 32 pages together, that is four of the stored blocks."""
-    model, ids = tiny_llama(attention_bias=True), prompt()
+def biased_llama() -> PreTrainedModel:
+    """A model whose keys have a large bias. What they have in common is taken out of 32 pages together."""
+    model = tiny_llama(attention_bias=True)
     for layer in model.model.layers:
         bias = layer.self_attn.k_proj.bias.data
         bias[[4, 5, 6, 7, 12, 13, 14, 15]] = 60.0  # pairs of the first KV head that turn slowly
+    return model
+
+
+@torch.inference_mode()
+def test_what_keys_have_in_common_stays_in_where_that_is_asked_for() -> None:
+    model, ids = biased_llama(), prompt()
+    query = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
+    scores = {}
+    for common_keys in (True, False):
+        settings = HybridSparseConfig(window_tokens=64)
+        with SparseSession(model, settings, max_tokens=PROMPT_TOKENS, common_keys=common_keys) as session:
+            model(ids, past_key_values=DynamicCache())
+            scores[common_keys] = session.score_candidates(0, query)
+    first_head = slice(0, 3)  # the group whose keys are biased
+    assert not torch.allclose(scores[True][first_head], scores[False][first_head], atol=0.1)
+    torch.testing.assert_close(scores[True][3:], scores[False][3:])
+
+
+@torch.inference_mode()
+def test_keys_with_a_large_bias_are_encoded_alike_in_an_adopted_cache() -> None:
+    """They are encoded 32 pages together, that is four of the stored blocks."""
+    model, ids = biased_llama(), prompt()
     query = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
     scores = []
     for adopts in (False, True):

@@ -63,7 +63,8 @@ def collect_window(
     attributed  share of the unread blocks' estimated weight that labels give to those read, as when serving; 0 if
                 bounds rank the blocks
     seed        decides the sampled steps
-    ranking     what ranks the blocks; key codes are made and scored by the shipped kernels
+    ranking     what ranks the blocks; key codes are made and scored by the shipped kernels, without taking out what
+                keys have in common: neither split codes nor a device does so when serving
     raises      ConfigError for a model that SparseSession does not serve
     """
     settings = HybridSparseConfig(
@@ -74,7 +75,7 @@ def collect_window(
         window_tokens=retained.window_tokens,
     )
     recorder = _Recorder(retained, tau, attributed)
-    with SparseSession(model, settings, max_tokens=len(token_ids), watch=recorder.watch) as session:
+    with SparseSession(model, settings, max_tokens=len(token_ids), watch=recorder.watch, common_keys=False) as session:
         if ranking.summary == "key_codes":
             recorder.page_weights = session.score_candidates
         cache, done = DynamicCache(), 0

@@ -71,6 +71,7 @@ class SparseSession(AttentionSession):
     max_tokens   the longest sequence; its memory is taken layer by layer at the first call
     watch        called after every decode row of every layer
     kv_dtype     of the KV cache, as `NativeAttention` takes it; None: the model's
+    common_keys  as `HostRuntime` takes it
 
     Layers with a sliding window keep Transformers' attention to the whole window, and are not counted.
 
@@ -87,6 +88,7 @@ class SparseSession(AttentionSession):
         max_tokens: int,
         watch: Callable[[DecodeStep], None] | None = None,
         kv_dtype: torch.dtype | None = None,
+        common_keys: bool = True,
     ) -> None:
         if max_tokens < 1:
             raise ConfigError(f"max_tokens={max_tokens}: must be at least 1")
@@ -97,7 +99,7 @@ class SparseSession(AttentionSession):
                 f"device={settings.device!r}: a session attends on the CPU alone; serve with vLLM for that"
             )
         super().__init__(model, IMPLEMENTATION, _attend)
-        self.runtime = HostRuntime(settings)
+        self.runtime = HostRuntime(settings, common_keys=common_keys)
         config = model.config.get_text_config()
         if self.runtime.keeps_request_state and windowed_layers(config):
             raise ConfigError(f"policy={settings.policy!r}: not supported beside layers with a sliding window")

@@ -1,6 +1,7 @@
 """Head properties by offline analysis: the least budget that keeps a head's output (Fluxion, section 5.2, eq. 1 and 2).
 
-Blocks are ranked as in serving: by the weight that key codes estimate for them, or by Quest's bounds, as in the paper.
+Blocks are ranked by the weight that key codes estimate for them, or by Quest's bounds, as in the paper. Serving ranks
+in the same way, except that it reads both bits of two-bit codes only for pages that the signs put on a shortlist.
 `labels_reference.py` does the same literally, with one attention for each budget that is tried.
 """
 

@@ -57,7 +57,7 @@ class PredictorOrigin:
     shape: ModelShape
     model: str  # name of the language model, without a path
     tau: float  # the error that the budgets must not exceed (eq. 2)
-    retained: RetainedSet  # what streaming heads read
+    retained: RetainedSet  # what is attended to whatever is predicted
     ranking: PageRanking  # what ranked the blocks
     command: str  # the command that made the predictor, with file names and no paths
     validation: dict[str, float]  # figures on held-out prompts

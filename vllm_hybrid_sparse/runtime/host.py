@@ -41,12 +41,21 @@ class _Engine:
 class HostRuntime:
     """Made once per engine from the settings; layers of one shape share a kernel and its scratch memory."""
 
-    def __init__(self, settings: HybridSparseConfig, local_workers: int = 1, gpus_on_cores: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: HybridSparseConfig,
+        local_workers: int = 1,
+        gpus_on_cores: int | None = None,
+        *,
+        common_keys: bool = True,
+    ) -> None:
         """No layer is known yet.
 
         local_workers, gpus_on_cores   of the engine on this machine, as `default_threads` needs them
+        common_keys                    whether kernels may subtract what keys have in common; never beside a device
         """
         self.settings = settings
+        self._common_keys = common_keys and settings.device == "none"  # a device writes pages without their sequence
         self.selection = native_selection(settings.selection, settings.retained)
         self.everything = native_selection(SelectionSpec(), settings.retained)  # for layers with a sliding window
         threads = settings.num_threads or default_threads(settings.device, local_workers, gpus_on_cores)
@@ -101,7 +110,7 @@ class HostRuntime:
                 summary="none" if sliding_window else self._summary(head_dim),
                 sliding_window=sliding_window,
                 code_bits=self.settings.page_code_bits,
-                common_keys=self.settings.device == "none",  # a device writes pages without their sequence
+                common_keys=self._common_keys,
                 isa=self.settings.isa,
                 pool=self.pool,
             )

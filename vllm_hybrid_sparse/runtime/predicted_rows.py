@@ -1,7 +1,7 @@
 """Two-tier rows under Fluxion: the device attends the retained set in its two segments, the host predicts from that
 what each head needs, and both read the candidates from one queue (Fluxion, sections 5 and 6).
 
-Anchors are observed on the host, where all keys and values lie. Once in 256 rows this reads a request's cache twice.
+Anchors are observed on the host, where all keys and values lie. Once in 257 rows this reads a request's cache twice.
 """
 
 import time

@@ -33,7 +33,7 @@ def judging_rows(seq_len: int) -> int:
 def begin_row(
     attention: NativeAttention, layer: _native.HgcaLayer, kv_cache: Tensor, block_table: Tensor, slot: int, seq_len: int
 ) -> None:
-    """Judge the entries that leave a row's window, and pack the salient ones (Algorithm 1, lines 10 to 14).
+    """Judge the entries that leave a row's window, and pack the salient ones (Algorithm 1, lines 10-14 and 23-25).
 
     The row's new token is stored already.
 

@@ -32,7 +32,7 @@ def verify(
 
     lse           [rows, q_heads]           log AS_acc, this microbatch included (line 12)
     page_lse      [rows, q_heads, pages]    log AS of each page of the microbatch, -inf: not read
-    lightest      [rows, q_heads]           log AS_min before it, +inf at first (line 3)
+    lightest      [rows, q_heads]           log AS_min before it, +inf at first (line 4)
     pages_left    [rows, kv_heads]          N_left before it (line 7)
     budget_left   [rows, kv_heads]          pages that might still be read before it
     threshold     ε
