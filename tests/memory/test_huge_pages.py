@@ -67,8 +67,8 @@ def test_what_is_resident_is_gathered_and_keeps_its_contents(memory: np.ndarray)
     memory[:] = np.arange(memory.size, dtype=np.uint8)
     assert bytes_in_huge_pages(memory) == 0
     gathered = gather_resident()
-    assert bytes_in_huge_pages(memory) == memory.nbytes
-    assert gathered.bytes >= memory.nbytes
+    assert 0 < memory.nbytes - gathered.declined <= bytes_in_huge_pages(memory)  # a full machine may have too few
+    assert gathered.bytes + gathered.declined >= memory.nbytes
     assert np.array_equal(memory, np.arange(memory.size, dtype=np.uint8))
 
 
@@ -78,9 +78,10 @@ def test_pieces_with_a_page_that_is_not_resident_stay_as_they_are(memory: np.nda
     memory[5 * HUGE_BYTES : 8 * HUGE_BYTES - mmap.PAGESIZE] = 1  # the last piece lacks one page
     memory[20 * HUGE_BYTES :: 2 * mmap.PAGESIZE] = 1  # every second page
     resident = resident_bytes(memory)
-    gather_resident()
+    gathered = gather_resident()
     assert resident_bytes(memory) == resident
-    assert bytes_in_huge_pages(memory) == (3 + 2) * HUGE_BYTES
+    whole = (3 + 2) * HUGE_BYTES
+    assert 0 < whole - gathered.declined <= bytes_in_huge_pages(memory) <= whole
 
 
 @pytest.mark.usefixtures("collapses")
@@ -109,11 +110,13 @@ def test_memory_that_is_shared_or_a_file_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("collapses")
 def test_populated_memory_that_is_in_huge_pages_counts(memory: np.ndarray) -> None:
-    before = gather_resident().bytes
     memory[:] = 1
-    assert prefault(torch.from_numpy(memory)) == []
+    if declined := prefault(torch.from_numpy(memory)):
+        pytest.skip(str(declined))
     assert bytes_in_huge_pages(memory) == memory.nbytes
-    assert gather_resident().bytes >= before + memory.nbytes - HUGE_BYTES
+    gathered = gather_resident()
+    assert gathered.bytes + gathered.declined >= memory.nbytes
+    assert bytes_in_huge_pages(memory) == memory.nbytes
 
 
 def test_without_huge_pages_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
