@@ -306,7 +306,6 @@ def test_what_keys_have_in_common_stays_in_where_that_is_asked_for() -> None:
     torch.testing.assert_close(scores[True][3:], scores[False][3:])
 
 
-@torch.inference_mode()
 def test_keys_with_a_large_bias_are_encoded_alike_in_an_adopted_cache() -> None:
     """They are encoded 32 pages together, that is four of the stored blocks."""
     model, ids = biased_llama(), prompt()

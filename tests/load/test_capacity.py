@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from tests.load.model_server import ModelSide, record_of, simple_requests
 from tests.load.virtual_time import run_virtually
 from vllm_hybrid_sparse.errors import ConfigError
-from vllm_hybrid_sparse.load.arrivals import poisson
+from vllm_hybrid_sparse.load.arrivals import Schedule, poisson
 from vllm_hybrid_sparse.load.capacity import Search, Slo, bracket, psa_slos
 from vllm_hybrid_sparse.load.exchange import Outcome
 from vllm_hybrid_sparse.load.figures import figures
 from vllm_hybrid_sparse.load.prometheus import Histogram
 from vllm_hybrid_sparse.load.queueing import Unloaded
-from vllm_hybrid_sparse.load.runner import Run
+from vllm_hybrid_sparse.load.requests import Request
+from vllm_hybrid_sparse.load.runner import Report, Run
 from vllm_hybrid_sparse.load.search import Capacity, never_known, search_in_turns, sent_too_late, whatever_the_rate
 from vllm_hybrid_sparse.load.side import Measured
 from vllm_hybrid_sparse.load.turns import Load, Results
@@ -264,8 +265,10 @@ def test_what_a_slower_rate_would_not_mend(outcomes: list[tuple[Outcome, str]], 
 class LateSide(ModelSide):
     """A server whose client sends at most one request a second."""
 
-    async def run(self, *args: object, **settings: object) -> Measured:
-        measured = await super().run(*args, **settings)  # type: ignore[arg-type]
+    async def run(
+        self, requests: list[Request], schedule: Schedule, *, stop: asyncio.Event, report: Report | None
+    ) -> Measured:
+        measured = await super().run(requests, schedule, stop=stop, report=report)
         records = tuple(
             replace(record, sent_s=max(record.sent_s, float(number)))
             for number, record in enumerate(sorted(measured.run.records, key=lambda record: record.sent_s))

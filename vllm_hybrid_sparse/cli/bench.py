@@ -103,11 +103,12 @@ class _Bench:
         def interrupt() -> None:
             if not self._ready:
                 _say(_NOTHING_MEASURED)
-            if task is not None and (self._stop.is_set() or not self._ready):
-                task.cancel()  # do not wait, not even for the request under way
+            elif not self._stop.is_set():
+                self._stop.set()
+                _say("bench: interrupted; again to end without a report")
                 return
-            self._stop.set()
-            _say("bench: interrupted; again to end without a report")
+            if task is not None:
+                task.cancel()  # do not wait, not even for the request under way
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)

@@ -39,13 +39,13 @@ class Answer:
         self.finish_reason: str | None = None
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
+        self.done = False  # whether the server has said that nothing follows
         self._decoder = EventDecoder()
         self._pieces: list[str] = []
         self._usage_tokens: int | None = None
         self._each_chunk: bool | None = None  # set by the first chunk
         self._text_s: list[float] = []  # when chunks with text came
         self._closing_s: float | None = None  # when the chunk with the finish reason came
-        self._done = False
 
     @property
     def text(self) -> str:
@@ -55,12 +55,7 @@ class Answer:
     @property
     def begun(self) -> bool:
         """Whether anything of a stream has come."""
-        return self._done or bool(self._pieces)
-
-    @property
-    def done(self) -> bool:
-        """Whether the server has said that nothing follows."""
-        return self._done
+        return self.done or bool(self._pieces)
 
     @property
     def counted(self) -> Counted:
@@ -80,7 +75,7 @@ class Answer:
         """Take a piece of the stream that came at `now_s`; StreamError if it makes no sense."""
         for data in self._decoder.feed(piece):
             if data == "[DONE]":
-                self._done = True
+                self.done = True
             elif data:
                 self._take(_parse(data), now_s)
 
@@ -90,8 +85,8 @@ class Answer:
         An answer with a finish reason is whole, whatever is cut off after it. If vLLM breaks an answer off because it
         was told to stop or pause, it ends the stream in the same orderly way as after a whole answer.
         """
-        self._done = self._done or self._decoder.rest == b"[DONE]"  # some servers leave its blank line out
-        if not self._done and self.finish_reason is None:
+        self.done = self.done or self._decoder.rest == b"[DONE]"  # some servers leave its blank line out
+        if not self.done and self.finish_reason is None:
             where = "inside an event" if self._decoder.unfinished else "before [DONE] and without a finish reason"
             raise StreamError(f"the stream ended {where}")
         if self.finish_reason in _BROKEN_OFF:

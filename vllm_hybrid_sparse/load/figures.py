@@ -28,6 +28,9 @@ from vllm_hybrid_sparse.load.prometheus import Histogram
 from vllm_hybrid_sparse.load.queueing import Queueing, Unloaded, queueing
 from vllm_hybrid_sparse.load.runner import Run
 
+LATE_S = 0.05
+"""Later sending than this is told of: latencies count from when a request was sent, not from when it was due."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from vllm_hybrid_sparse.load.arrivals import Schedule
 from vllm_hybrid_sparse.load.capacity import Search, Slo, bracket
 from vllm_hybrid_sparse.load.exchange import Outcome, Record
-from vllm_hybrid_sparse.load.figures import Figures
+from vllm_hybrid_sparse.load.figures import LATE_S, Figures
 from vllm_hybrid_sparse.load.side import MeasuringError, Say
 from vllm_hybrid_sparse.load.turns import Load, Results, in_turn, run_once
 
 _LEAST_SPAN = 5.0  # requests should keep coming for this many times the median end-to-end latency
 _LEAST_BUSY = 0.1  # with fewer requests under way on average, a slower rate is no different load
-_LATE_S, _LATE = 0.05, 0.05  # a client that is this much behind, and by this share of the time, did not offer the rate
+_LATE = 0.05  # a client that is behind by this share of the time, and by LATE_S, did not offer the rate
 _REFUSED_AS_SUCH = re.compile(r"HTTP 4(?!08|25|29)\d\d")  # except those that ask to try again
 
 
@@ -96,7 +96,7 @@ def sent_too_late(records: Sequence[Record]) -> str | None:
     if not timed:
         return None
     due_s, sent_s = map(max, zip(*timed, strict=True))
-    if sent_s - due_s <= max(_LATE_S, _LATE * due_s):
+    if sent_s - due_s <= max(LATE_S, _LATE * due_s):
         return None
     return f"this client is too slow: requests due within {due_s:.2f} s were sent within {sent_s:.2f} s"
 

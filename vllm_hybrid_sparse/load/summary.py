@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from vllm_hybrid_sparse.load.figures import LATE_S
 from vllm_hybrid_sparse.load.queueing import bounds_text
 
 Json = dict[str, Any]
@@ -17,7 +18,6 @@ _TIMES = (
 
 NO_RATE = "at no tried rate"
 _LABEL = 28  # characters of the first column
-_LATE_S = 0.05  # report more than this: latencies are measured from when a request was sent, not from when it was due
 
 
 def summary(report: Json) -> str:
@@ -41,7 +41,7 @@ def summary(report: Json) -> str:
 def sent_late(server: Json) -> str | None:
     """Return by how much a client was too slow to send in time, which latencies do not include; None if it was not."""
     late_s = max((run["figures"]["lag_s"]["p99"] or 0.0 for run in server["runs"]), default=0.0)
-    return f"the client is overloaded: P99 of sending late is {late_s:.2f} s" if late_s > _LATE_S else None
+    return f"the client is overloaded: P99 of sending late is {late_s:.2f} s" if late_s > LATE_S else None
 
 
 def of_answered(report: Json, name: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ Range = tuple[int, int]
 """Address and bytes."""
 
 
+@functools.cache
 def libc() -> ctypes.CDLL:
     """The C library, with calls that keep their error number."""
     library = ctypes.CDLL(None, use_errno=True)
